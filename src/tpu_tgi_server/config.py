@@ -1,0 +1,92 @@
+"""Every setting of the server, in one frozen object that is built once and passed by constructor.
+
+It knows names, defaults and what values are legal; it knows nothing of gRPC, models or devices. Nothing else in the
+package reads the environment for settings.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+MAX_SOCKET_PATH_BYTES = 107
+"""gRPC refuses longer unix socket paths (the size of sun_path on Linux, less the final zero)."""
+
+
+class Device(StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    TPU = "tpu"
+    XLA_CPU = "xla-cpu"
+    CPU = "cpu"
+
+
+class Dtype(StrEnum):
+    """The number format of weights, activations and KV cache."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator asked for. `None` means: derive it from the model once its config is read.
+
+    Raises:
+        ValueError: a value is out of range or two of them contradict; the message names the flag.
+    """
+
+    model_id: str
+    revision: str | None = None
+    uds_path: Path = Path("/tmp/text-generation-server")
+    device: Device = Device.AUTO
+    dtype: Dtype = Dtype.AUTO
+    max_batch_size: int = 8
+    max_total_tokens: int | None = None
+    max_input_tokens: int | None = None
+    step_timeout_s: float = 600.0
+    logger_level: str = "INFO"
+    json_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1:
+            raise ValueError("--max-batch-size must be at least 1")
+        if self.max_total_tokens is not None and self.max_total_tokens < 2:
+            raise ValueError("--max-total-tokens must be at least 2: one token of prompt, one of answer")
+        if self.max_input_tokens is not None:
+            if self.max_input_tokens < 1:
+                raise ValueError("--max-input-tokens must be at least 1")
+            if self.max_total_tokens is not None and self.max_input_tokens >= self.max_total_tokens:
+                raise ValueError("--max-input-tokens must be less than --max-total-tokens")
+        if self.step_timeout_s <= 0:
+            raise ValueError("--step-timeout must be more than 0 seconds")
+        if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"--uds-path is too long: a socket path has at most {MAX_SOCKET_PATH_BYTES} bytes")
+
+    @property
+    def socket_path(self) -> Path:
+        """The socket that this shard listens on: the prefix, a dash and the rank, as TGI's launcher expects it."""
+        return Path(f"{self.uds_path.absolute()}-0")
+
+
+def resolve_device(device: Device, environment: Mapping[str, str], dev_folder: Path = Path("/dev")) -> Device:
+    """Turn `auto` into a device: what PJRT_DEVICE says, else a TPU if its device files exist, else plain torch.
+
+    Raises:
+        ValueError: PJRT_DEVICE names something that is neither TPU nor CPU.
+    """
+    if device is not Device.AUTO:
+        return device
+    pjrt_device = environment.get("PJRT_DEVICE")
+    if pjrt_device is not None:
+        known = {"TPU": Device.TPU, "CPU": Device.XLA_CPU}
+        if pjrt_device not in known:
+            raise ValueError(f"PJRT_DEVICE={pjrt_device} is not supported: use TPU or CPU, or give --device")
+        return known[pjrt_device]
+    # accel0 on v4 and older hosts, vfio/0 on v5e and newer; a bare /dev/vfio/vfio exists without any TPU
+    has_tpu = any(dev_folder.glob("accel[0-9]*")) or any((dev_folder / "vfio").glob("[0-9]*"))
+    return Device.TPU if has_tpu else Device.CPU

@@ -1,0 +1,1 @@
+"""Requests become tokens here: slots, admission, stopping and text. It knows no gRPC and no processes."""

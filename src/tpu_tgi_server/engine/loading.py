@@ -1,0 +1,78 @@
+"""From settings to a generator that can serve: files, tokenizer, weights, cache, and the limits that follow."""
+
+from collections.abc import Callable
+
+from loguru import logger
+from transformers import PreTrainedConfig
+
+from tpu_tgi_server.config import Settings
+from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.engine.tokenizer import load_tokenizer
+from tpu_tgi_server.engine.types import Limits, ModelInfo
+from tpu_tgi_server.model import loading
+from tpu_tgi_server.model.runner import ModelRunner
+from tpu_tgi_server.runtime.interface import Runtime
+
+DEFAULT_MAX_TOTAL_TOKENS = 2048
+"""Also the default of TGI's routers."""
+
+STAGES = ("files", "tokenizer", "weights", "cache")
+
+
+def load_generator(
+    settings: Settings, runtime: Runtime, on_stage: Callable[[str, int, int], None]
+) -> tuple[Generator, ModelInfo]:
+    """Load everything. `on_stage` is called as each of STAGES ends, with its name, its number, and how many there are.
+
+    Raises:
+        OSError: files are missing or cannot be fetched.
+        ValueError: the model or a setting does not fit; the message says which.
+    """
+
+    def done(stage: str) -> None:
+        on_stage(stage, STAGES.index(stage) + 1, len(STAGES))
+
+    folder = loading.find_model_folder(settings.model_id, settings.revision)
+    config = loading.load_config(folder)
+    limits = resolve_limits(settings, config)
+    done("files")
+    tokenizer = load_tokenizer(folder)
+    done("tokenizer")
+    dtype = loading.DTYPES.get(settings.dtype, runtime.default_dtype)
+    weights = loading.load_weights(folder, dtype, runtime)
+    done("weights")
+    cache = loading.allocate_cache(config, limits.num_slots, limits.max_total_tokens, dtype, runtime)
+    model = ModelRunner(runtime, weights, cache, limits.max_input_tokens, limits.max_total_tokens)
+    done("cache")
+    logger.info(
+        "{} slots of {} tokens, prompts up to {} tokens, {} on {}",
+        limits.num_slots,
+        limits.max_total_tokens,
+        limits.max_input_tokens,
+        str(dtype).removeprefix("torch."),
+        settings.device,
+    )
+    info = ModelInfo(
+        folder=str(folder.absolute()),
+        dtype=str(dtype),
+        device_type=runtime.device_type,
+        limits=limits,
+        sliding_window=getattr(config, "sliding_window", None),
+    )
+    return Generator(model, tokenizer, limits), info
+
+
+def resolve_limits(settings: Settings, config: PreTrainedConfig) -> Limits:
+    """The sizes to compile for: what the settings say, else 2048 tokens or what the model knows, if that is less.
+
+    Raises:
+        ValueError: the settings ask for more positions than the model has.
+    """
+    max_positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_TOTAL_TOKENS
+    max_total_tokens = settings.max_total_tokens or min(DEFAULT_MAX_TOTAL_TOKENS, max_positions)
+    if max_total_tokens > max_positions:
+        raise ValueError(f"--max-total-tokens {max_total_tokens} is more than the model's {max_positions} positions")
+    max_input_tokens = settings.max_input_tokens or max_total_tokens - 1
+    if max_input_tokens >= max_total_tokens:
+        raise ValueError(f"--max-input-tokens {max_input_tokens} leaves no room in {max_total_tokens} total tokens")
+    return Limits(settings.max_batch_size, max_input_tokens, max_total_tokens)

@@ -1,0 +1,49 @@
+"""The text of a growing list of ids, in pieces that never break a character and never lose one.
+
+A piece is what the newest ids add to the decoding of a short window before them: tokenizers of the SentencePiece kind
+give a token other text at the start of a string than inside it.
+"""
+
+from collections.abc import Sequence
+
+from tpu_tgi_server.engine.tokenizer import Tokenizer
+
+CONTEXT_LEN = 5
+"""How many ids of the prompt are decoded in front of the first generated one (as TGI does)."""
+
+REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Owns the position up to which the text of one request has been handed out.
+
+    `ids[prefix:read]` is the context, `ids[read:]` is not handed out yet.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt_ids[-CONTEXT_LEN:])
+        self._num_context = len(self._ids)
+        self._prefix = 0
+        self._read = len(self._ids)
+
+    def push(self, token_id: int, is_last: bool) -> str:
+        """The text that became certain with `token_id`; at the last token all that is left.
+
+        Empty while the newest bytes are only a part of a character.
+        """
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._prefix : self._read])
+        now = self._decode(self._ids[self._prefix :])
+        if not is_last and (len(now) <= len(before) or now.endswith(REPLACEMENT)):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return now[len(before) :]
+
+    def generated_text(self) -> str:
+        """All generated ids as text, special tokens left out."""
+        before = self._tokenizer.decode(self._ids[: self._num_context], skip_special_tokens=True)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

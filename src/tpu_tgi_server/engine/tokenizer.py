@@ -1,0 +1,74 @@
+"""Text to token ids and back, with the rules about special tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+
+class Tokenizer:
+    """Owns a tokenizer of transformers, and the ids that mean something special to it."""
+
+    def __init__(self, tokenizer: Any, generation_eos_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._bos_text: str | None = tokenizer.bos_token
+        own_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.eos_ids = frozenset((*generation_eos_ids, *own_eos))
+        # all_special_ids misses special tokens that were added by id alone (TGI model.py makes the same union)
+        added = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self.special_ids = frozenset((*tokenizer.all_special_ids, *added))
+
+    def encode(self, text: str, truncate: int, add_special_tokens: bool | None) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            text: the prompt.
+            truncate: keep at most this many ids, 0 for all. As in the tokenizers library (and so in TGI) special
+                tokens that the tokenizer adds count and are kept; text is dropped from the left.
+            add_special_tokens: None adds them unless the text already starts with the BOS token's text, so that a
+                rendered chat template does not get a second one.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = not (self._bos_text and text.startswith(self._bos_text))
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not truncate or len(ids) <= truncate:
+            return ids
+        num_prefix = self._num_added_before(ids) if add_special_tokens else 0
+        num_prefix = min(num_prefix, truncate)
+        kept = truncate - num_prefix
+        return ids[:num_prefix] + ids[len(ids) - kept :]
+
+    def _num_added_before(self, ids: Sequence[int]) -> int:
+        """How many ids the tokenizer itself puts before every text."""
+        added = self._tokenizer.encode("", add_special_tokens=True)
+        count = 0
+        while count < len(added) and count < len(ids) and added[count] == ids[count]:
+            count += 1
+        return count
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of ids, exactly as they stand."""
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder, with the end ids of its generation_config.json (an id, a list, or none).
+
+    Raises:
+        OSError: the folder has no tokenizer.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return Tokenizer(tokenizer, _generation_eos_ids(folder))
+
+
+def _generation_eos_ids(folder: Path) -> tuple[int, ...]:
+    if not (folder / "generation_config.json").exists():
+        return ()
+    eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

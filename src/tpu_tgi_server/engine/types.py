@@ -1,0 +1,176 @@
+"""What crosses the borders of the engine: requests in, generations out.
+
+Plain frozen dataclasses, free of protobuf and torch, so that every room above can import them cheaply.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+LIVENESS_ID = 2**64 - 1
+"""The request id of TGI's liveness probe: answered in its Prefill, and nothing of it is kept."""
+
+
+class GrammarType(IntEnum):
+    """How `Sampling.grammar` is written; the values are TGI's."""
+
+    NONE = 0
+    JSON = 1
+    REGEX = 2
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; the values are TGI's."""
+
+    LENGTH = 0
+    EOS_TOKEN = 1
+    STOP_SEQUENCE = 2
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The defaults are neutral."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    do_sample: bool = False
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    watermark: bool = False
+    grammar: str = ""
+    grammar_type: GrammarType = GrammarType.NONE
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a request ends."""
+
+    max_new_tokens: int
+    stop_sequences: tuple[str, ...] = ()
+    ignore_eos_token: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what is asked of it.
+
+    `truncate` is the largest number of prompt tokens, 0 for no limit. `add_special_tokens` is None where the wire
+    format has no such field.
+    """
+
+    id: int
+    inputs: str
+    stopping: Stopping
+    sampling: Sampling = field(default_factory=Sampling)
+    truncate: int = 0
+    prefill_logprobs: bool = False
+    top_n_tokens: int = 0
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New requests that arrive together and share a batch id."""
+
+    id: int
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class CachedBatch:
+    """A batch that the engine holds. `max_tokens` is what it reserves of the router's token budget."""
+
+    id: int
+    request_ids: tuple[int, ...]
+    max_tokens: int
+
+    @property
+    def size(self) -> int:
+        """The number of requests that are still live."""
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Parallel lists, one entry for each token."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    texts: tuple[str, ...]
+    is_special: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """The end of a request. `seed` is None unless tokens were sampled."""
+
+    text: str
+    num_generated_tokens: int
+    finish_reason: FinishReason
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one step brought for one request; `generated_text` is present exactly at its end."""
+
+    request_id: int
+    tokens: Tokens
+    prefill_tokens: Tokens | None = None
+    generated_text: GeneratedText | None = None
+    top_tokens: tuple[Tokens, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The answer to a prefill or a decode. `batch` is None when no request of it is live any more.
+
+    Times are in nanoseconds: `forward_ns` in the model, `total_ns` overall; the difference is text and bookkeeping.
+    """
+
+    generations: tuple[Generation, ...]
+    batch: CachedBatch | None
+    forward_ns: int
+    total_ns: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The static sizes that everything is compiled for, in tokens and slots."""
+
+    num_slots: int
+    max_input_tokens: int
+    max_total_tokens: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What others want to know of a loaded model.
+
+    `folder` is where its files are; `sliding_window` is None where attention sees everything.
+    """
+
+    folder: str
+    dtype: str
+    device_type: str
+    limits: Limits
+    sliding_window: int | None
+
+
+class ErrorKind(Enum):
+    """What kind of refusal an `EngineError` is, for the room that answers the client."""
+
+    INVALID = "invalid"
+    UNKNOWN_BATCH = "unknown batch"
+    BUSY = "busy"
+
+
+class EngineError(Exception):
+    """A call that was refused as a whole. Nothing has changed, and other requests go on."""
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = message

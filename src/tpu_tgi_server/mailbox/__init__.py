@@ -1,0 +1,1 @@
+"""The root process talks to its agents here: messages, the root's end, the agents' end, and supervision."""

@@ -1,0 +1,119 @@
+"""The agent's end: load a model on the device, then carry out commands one by one.
+
+A thread of its own reads the connection, so the death of the root is noticed even while the device computes.
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pkgutil import resolve_name
+from typing import assert_never
+
+from loguru import logger
+
+from tpu_tgi_server.config import Settings
+from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.engine.types import EngineError, ModelInfo
+from tpu_tgi_server.logs import configure_logging
+from tpu_tgi_server.mailbox.messages import (
+    Broken,
+    Clear,
+    Command,
+    Decode,
+    Done,
+    Filter,
+    Filtered,
+    Prefill,
+    Progress,
+    Ready,
+    Refused,
+    Reply,
+    WarmUp,
+)
+from tpu_tgi_server.model.interface import Graph, OnGraph
+from tpu_tgi_server.runtime.interface import Runtime
+from tpu_tgi_server.runtime.select import select_runtime
+
+ORPHAN_GRACE_S = 3.0
+"""How long an agent may finish what it is doing after its root is gone."""
+
+OnStage = Callable[[str, int, int], None]
+Loader = Callable[[Settings, Runtime, OnStage], tuple[Generator, ModelInfo]]
+"""Loads a model on a runtime. It is named by a "module:function" string, so that the root need not import it."""
+
+
+def run_agent_process(settings: Settings, loader: str, connection: Connection) -> None:
+    """The main function of an agent's process. It ends when the root closes the connection, or with status 1."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal reaches us too, but is the root's to handle
+    configure_logging(settings.logger_level, settings.json_output)
+    commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
+    try:
+        runtime = select_runtime(settings.device)
+        runtime.launch(_run_agent, (settings, loader, runtime, connection, commands))
+    except BrokenPipeError:
+        sys.exit(1)  # the root is gone
+    except Exception as error:
+        expected = isinstance(error, OSError | ValueError)
+        logger.opt(exception=True).log("DEBUG" if expected else "ERROR", "agent failed")
+        connection.send(Broken(f"{error}" if expected else f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+
+
+def _run_agent(
+    rank: int,
+    settings: Settings,
+    loader: str,
+    runtime: Runtime,
+    connection: Connection,
+    commands: "queue.SimpleQueue[Command | None]",
+) -> None:
+    load: Loader = resolve_name(loader)
+
+    def on_stage(stage: str, done: int, total: int) -> None:
+        connection.send(Progress("loading", stage, done, total))
+
+    def on_graph(graph: Graph, done: int, total: int) -> None:
+        connection.send(Progress("warming up", str(graph), done, total))
+
+    generator, info = load(settings, runtime, on_stage)
+    logger.debug("agent {} is ready", rank)
+    connection.send(Ready(info))
+    while (command := commands.get()) is not None:
+        connection.send(_execute(generator, command, on_graph))
+
+
+def _execute(generator: Generator, command: Command, on_graph: OnGraph) -> Reply:
+    try:
+        match command:
+            case Prefill():
+                return generator.prefill(command.batch)
+            case Decode():
+                return generator.decode(command.batches)
+            case Filter():
+                return Filtered(generator.filter(command.batch_id, command.request_ids))
+            case Clear():
+                generator.clear(command.batch_id)
+                return Done()
+            case WarmUp():
+                generator.warm_up(on_graph)
+                return Done()
+            case _:
+                assert_never(command)
+    except EngineError as error:
+        return Refused(error)
+
+
+def _read_commands(connection: Connection, commands: "queue.SimpleQueue[Command | None]") -> None:
+    try:
+        while True:
+            commands.put(connection.recv())
+    except (EOFError, OSError):
+        commands.put(None)
+        time.sleep(ORPHAN_GRACE_S)
+        os._exit(1)

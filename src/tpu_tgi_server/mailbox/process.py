@@ -1,0 +1,94 @@
+"""One agent seen from the root: its process, and a blocking round trip to it."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from tpu_tgi_server.config import Settings
+from tpu_tgi_server.mailbox.agent import run_agent_process
+from tpu_tgi_server.mailbox.messages import Broken, Command, Progress, Reply
+
+STOP_GRACE_S = 2.0
+"""How long an agent may take to end by itself, and again after SIGTERM, before it is killed."""
+
+
+class AgentDiedError(Exception):
+    """The agent is gone, and with it every request that it held."""
+
+
+class AgentProcess:
+    """Owns one agent process and the root's end of the connection to it.
+
+    Spawned, never forked: a fork would copy the root's gRPC threads, and the root's locks with them. The connection
+    is a socket pair, which no other process can reach.
+    """
+
+    def __init__(self, settings: Settings, loader: str, on_progress: Callable[[Progress], None]) -> None:
+        self._on_progress = on_progress
+        context = multiprocessing.get_context("spawn")
+        self._connection: Connection
+        self._connection, agent_end = context.Pipe(duplex=True)
+        self._process = context.Process(
+            target=run_agent_process, args=(settings, loader, agent_end), name="tpu-tgi-agent", daemon=True
+        )
+        self._process.start()
+        agent_end.close()  # or its end would never read as closed
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the process ends."""
+        return self._process.sentinel
+
+    def request(self, command: Command, timeout_s: float | None) -> Reply:
+        """Send a command and wait for its reply. Blocks.
+
+        Raises:
+            AgentDiedError: the agent died, said that it is broken, or did not answer in time and was killed.
+        """
+        try:
+            self._connection.send(command)
+        except OSError as error:
+            raise AgentDiedError(self._epitaph()) from error
+        return self.receive(timeout_s)
+
+    def receive(self, timeout_s: float | None) -> Reply:
+        """Wait for the next reply, passing progress on. Blocks; raises as `request` does."""
+        try:
+            while self._connection.poll(timeout_s):
+                message: Reply | Progress = self._connection.recv()
+                if isinstance(message, Broken):
+                    raise AgentDiedError(message.reason)
+                if not isinstance(message, Progress):
+                    return message
+                self._on_progress(message)
+        except (EOFError, OSError) as error:
+            raise AgentDiedError(self._epitaph()) from error
+        self._process.kill()
+        raise AgentDiedError(f"the agent did not answer within {timeout_s:g} s and was killed")
+
+    def stop(self) -> None:
+        """End the process: ask, then SIGTERM, then SIGKILL. Blocks for at most three times STOP_GRACE_S."""
+        for end in (self._hang_up, self._process.terminate, self._process.kill):
+            end()
+            self._process.join(STOP_GRACE_S)
+            if self._process.exitcode is not None:
+                return
+
+    def _hang_up(self) -> None:
+        """Let the agent read an end of file. Closing would pull the descriptor from under a thread that waits on it."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as half, suppress(OSError):
+            half.shutdown(socket.SHUT_WR)
+
+    def _epitaph(self) -> str:
+        self._process.join(STOP_GRACE_S)
+        code = self._process.exitcode
+        if code is None:
+            return "the agent closed its connection"
+        return f"the agent was ended by signal {-code}" if code < 0 else f"the agent exited with status {code}"

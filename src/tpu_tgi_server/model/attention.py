@@ -1,0 +1,142 @@
+"""Attention over the slot cache, plugged into transformers by name.
+
+transformers hands every keyword argument of the model's forward call down to the attention function. The step (what is
+run and where its keys and values go) travels that way, so that model code runs unmodified.
+
+Shapes: B slots, T packed prompt tokens, C context length, H query heads, K key/value heads, G = H / K, D head size.
+Scores and their weighted sum are float32: rounding them to bfloat16 first changes greedy answers.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from tpu_tgi_server.model.cache import StaticCacheXla
+
+ATTENTION_NAME = "slot_cache"
+
+
+@dataclass
+class PrefillStep:
+    """Prompts packed into one row of T tokens; a token sees the tokens of its own prompt up to itself.
+
+    Attributes:
+        segments: int32 [T], which prompt a token belongs to.
+        positions: int32 [T], the token's position in its prompt.
+        slots: int32 [T], the slot that its keys and values are written to.
+        cells: int32 [T], the position in that slot.
+    """
+
+    cache: StaticCacheXla
+    segments: Tensor
+    positions: Tensor
+    slots: Tensor
+    cells: Tensor
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values [1, K, T, D] to the cache; return what the queries look at, the same tensors."""
+        self.cache.write(layer, self.slots, self.cells, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        return keys, values
+
+    def visible(self, window: int | None) -> Tensor:
+        """bool [1, 1, 1, T, T], true where a query (row) may see a key (column)."""
+        if window not in self.masks:
+            distance = self.positions[:, None] - self.positions[None, :]
+            mask = (self.segments[:, None] == self.segments[None, :]) & (distance >= 0)
+            self.masks[window] = (mask if window is None else mask & (distance < window))[None, None, None]
+        return self.masks[window]
+
+
+@dataclass
+class DecodeStep:
+    """One token for each slot; a token sees the positions of its own slot up to its own.
+
+    Attributes:
+        positions: int32 [B], where each slot's token goes.
+        context_len: how many positions are read, more than the largest position that matters.
+    """
+
+    cache: StaticCacheXla
+    positions: Tensor
+    slots: Tensor
+    context_len: int
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, K, 1, D] to the cache; return the first C positions, each [B, K, C, D]."""
+        self.cache.write(layer, self.slots, self.positions, keys[:, :, 0], values[:, :, 0])
+        return self.cache.read(layer, self.context_len)
+
+    def visible(self, window: int | None) -> Tensor:
+        """bool [B, 1, 1, 1, C], true where a slot's query may see a position."""
+        if window not in self.masks:
+            columns = torch.arange(self.context_len, dtype=torch.int32, device=self.positions.device)
+            distance = self.positions[:, None] - columns[None, :]
+            mask = distance >= 0
+            mask = mask if window is None else mask & (distance < window)
+            self.masks[window] = mask[:, None, None, None, :]
+        return self.masks[window]
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    """Grouped-query attention that never repeats keys and values.
+
+    Args:
+        query: [N, H, T, D].
+        keys: [N, K, C, D].
+        values: [N, K, C, D].
+        visible: bool, broadcast to [N, K, G, T, C].
+        scaling: factor on the scores.
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; None for off.
+
+    Returns:
+        [N, T, H, D], in the query's dtype.
+    """
+    num_rows, num_heads, num_tokens, head_size = query.shape
+    grouped = query.float().reshape(num_rows, keys.shape[1], -1, num_tokens, head_size) * scaling
+    scores = grouped @ keys.float().transpose(2, 3)[:, :, None]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(torch.float32).min), dim=-1)
+    output = weights @ values.float()[:, :, None]
+    return output.reshape(num_rows, num_heads, num_tokens, -1).transpose(1, 2).to(query.dtype)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - transformers passes it by position
+    *,
+    slot_step: PrefillStep | DecodeStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every attention layer.
+
+    Raises:
+        NotImplementedError: the model passes attention sinks, which would change the result if they were dropped.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks are not supported")
+    keys, values = slot_step.store(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query, keys, values, slot_step.visible(sliding_window), scaling, softcap), None
+
+
+def register() -> None:
+    """Make `attn_implementation=ATTENTION_NAME` known to transformers.
+
+    No mask function is registered beside it: for a name without one, transformers skips mask building altogether,
+    while even an empty one would have it search the positions for packed sequences in every graph.
+    """
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)

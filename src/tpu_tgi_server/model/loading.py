@@ -1,0 +1,76 @@
+"""From a model id to weights on the device: finding the files, reading them, allocating the cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from tpu_tgi_server.config import Dtype
+from tpu_tgi_server.model import attention
+from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.runtime.interface import Runtime
+
+NEEDED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+DTYPES = {
+    Dtype.FLOAT32: torch.float32,
+    Dtype.BFLOAT16: torch.bfloat16,
+    Dtype.FLOAT16: torch.float16,
+}
+
+OnStage = Callable[[str], None]
+"""Called with a few words before each stage of loading."""
+
+
+def find_model_folder(model_id: str, revision: str | None) -> Path:
+    """The local folder of a model: `model_id` itself if it is a folder, else a snapshot from the hub.
+
+    Raises:
+        OSError: the hub has no such model or revision, or cannot be reached and the snapshot is not cached.
+    """
+    folder = Path(model_id)
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(model_id, revision=revision, allow_patterns=NEEDED_FILES))
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The text part of the model's config.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: transformers does not know the architecture without code from the model's folder.
+    """
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+
+
+def load_weights(folder: Path, dtype: torch.dtype, runtime: Runtime) -> PreTrainedModel:
+    """The model in evaluation mode on the runtime's device, with attention over the slot cache.
+
+    Raises:
+        OSError: weights are missing from the folder.
+    """
+    attention.register()
+    disable_progress_bar()  # it would write to stderr; loading reports its own stages
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention.ATTENTION_NAME, trust_remote_code=False
+    )
+    model = model.eval().requires_grad_(False).to(runtime.device)
+    model.tie_weights()  # torch_xla copies a shared weight twice on the move
+    return model
+
+
+def allocate_cache(
+    config: PreTrainedConfig, num_slots: int, max_total_tokens: int, dtype: torch.dtype, runtime: Runtime
+) -> StaticCacheXla:
+    """A cache of zeros on the device."""
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    zeros = torch.zeros(num_slots, num_heads, max_total_tokens, head_size, dtype=dtype)
+
+    def layers() -> list[torch.Tensor]:
+        return [runtime.to_device(zeros.clone()) for _ in range(config.num_hidden_layers)]
+
+    return StaticCacheXla(keys=layers(), values=layers())

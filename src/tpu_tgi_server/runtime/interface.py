@@ -1,0 +1,40 @@
+"""What the rest of the package needs of an accelerator stack. Another stack is one more file beside `cpu` and `xla`."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Runtime(Protocol):
+    """One device of one process, once it is entered."""
+
+    @property
+    def device_type(self) -> str:
+        """What Info reports: `cpu` or `xla`."""
+        ...
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """What `--dtype auto` means here."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def launch(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Call `function(rank, *arguments)` in the place where the device may be used, and wait for its end."""
+        ...
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """Copy to the device without compiling anything."""
+        ...
+
+    def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Execute one step and return its result on the host. Tensors written in place stay on the device."""
+        ...
+
+    def num_compilations(self) -> int:
+        """How many graphs this process has compiled so far."""
+        ...

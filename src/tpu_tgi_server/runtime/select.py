@@ -1,0 +1,25 @@
+"""Turns the device setting into a runtime. torch_xla is imported only when it is asked for."""
+
+import os
+
+from tpu_tgi_server.config import Device
+from tpu_tgi_server.runtime.cpu import CpuRuntime
+from tpu_tgi_server.runtime.interface import Runtime
+
+
+def select_runtime(device: Device) -> Runtime:
+    """The runtime for a device that is not `auto` any more.
+
+    Raises:
+        ValueError: torch_xla is needed and not installed, or `device` is still `auto`.
+    """
+    if device is Device.CPU:
+        os.environ["USE_TORCH_XLA"] = "0"  # or transformers imports torch_xla wherever it is installed
+        return CpuRuntime()
+    if device is Device.AUTO:
+        raise ValueError("resolve the device first")
+    try:
+        from tpu_tgi_server.runtime.xla import XlaRuntime
+    except ImportError as error:
+        raise ValueError(f"--device {device} needs torch_xla 2.9, which is not usable here: {error}") from error
+    return XlaRuntime("TPU" if device is Device.TPU else "CPU")

@@ -1,0 +1,56 @@
+"""torch_xla 2.9: the TPU, and XLA on the CPU where the same graphs are tested without one."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.xla_multiprocessing as xmp
+from torch import Tensor
+
+
+class XlaRuntime:
+    """Owns the process's choice of PJRT device.
+
+    Importing this module touches no device; `device` does, so it may only be used inside `launch`.
+    """
+
+    device_type = "xla"
+
+    def __init__(self, pjrt_device: str) -> None:
+        os.environ["PJRT_DEVICE"] = pjrt_device
+        self.default_dtype = torch.bfloat16 if pjrt_device == "TPU" else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = torch_xla.device()
+        return device
+
+    def launch(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Call `function` in this process, pinned to one chip.
+
+        With nprocs=1 `xmp.spawn` starts no process: it sets the one-chip topology and calls.
+        """
+        xmp.spawn(function, args=arguments, nprocs=1)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """A transfer. (`torch.zeros(..., device=xla)` would compile a graph for each shape.)"""
+        return host.to(self.device)
+
+    def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Trace, compile unless the graph is known, execute, and read the result.
+
+        The barrier comes before the read: reading a pending tensor would execute a partial graph without donating
+        the cache, and the barrier would then execute the work a second time.
+        """
+        with torch.no_grad():
+            result = function(*arguments)
+        torch_xla.sync()
+        return result.cpu()
+
+    def num_compilations(self) -> int:
+        """The counter of torch_xla's own metrics."""
+        data = metrics.metric_data("CompileTime")
+        return 0 if data is None else int(data[0])

@@ -1,0 +1,108 @@
+"""The life of the root process: start the agent, open the socket when it is ready, serve, leave nothing behind.
+
+The socket is the readiness signal: TGI's launcher waits for its path to exist and starts the router at once.
+"""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+from loguru import logger
+
+from tpu_tgi_server.config import Settings
+from tpu_tgi_server.engine.types import ModelInfo
+from tpu_tgi_server.mailbox.messages import Progress
+from tpu_tgi_server.mailbox.process import AgentDiedError
+from tpu_tgi_server.mailbox.root import DEFAULT_LOADER, RootMailbox
+from tpu_tgi_server.pb.v2 import generate_pb2, generate_pb2_grpc
+from tpu_tgi_server.service.servicer_v2 import ServicerV2
+from tpu_tgi_server.service.shard import Shard
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+"""The largest limit that gRPC takes. Its default of 4 MiB refuses the warm-up of large prefill budgets."""
+
+LAST_WORDS_S = 1.0
+"""How long calls in flight may take to deliver their errors when the server ends."""
+
+
+async def serve(settings: Settings, on_progress: Callable[[Progress], None], loader: str = DEFAULT_LOADER) -> int:
+    """Run until SIGTERM, SIGINT or SIGHUP (status 0) or until the agent dies (status 1)."""
+    stop = _stop_on_signals()
+    check_socket_is_free(settings.socket_path)
+    mailbox = RootMailbox(settings, on_progress, loader)
+    try:
+        starting = asyncio.create_task(mailbox.start())
+        await _first(starting, stop)
+        if not starting.done():
+            starting.cancel()
+            return 0
+        await _serve_until(stop, settings, mailbox, starting.result())
+        if not mailbox.died.done():
+            return 0
+        logger.error("stopping: {}", mailbox.died.result())
+    except AgentDiedError as error:
+        logger.error("could not start: {}", error)
+    finally:
+        await mailbox.close()
+    return 1
+
+
+async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox: RootMailbox, info: ModelInfo) -> None:
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ]
+    )
+    generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(ServicerV2(Shard(settings, mailbox, info)), server)
+    service_name = generate_pb2.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
+    reflection.enable_server_reflection((service_name, reflection.SERVICE_NAME), server)
+    settings.socket_path.unlink(missing_ok=True)
+    server.add_insecure_port(f"unix:{settings.socket_path}")
+    try:
+        await server.start()
+        logger.info("serving on {}", settings.socket_path)
+        await _first(stop, mailbox.died)
+    finally:
+        stopping = asyncio.create_task(server.stop(LAST_WORDS_S))
+        settings.socket_path.unlink(missing_ok=True)
+        await mailbox.close()
+        await stopping
+
+
+def check_socket_is_free(path: Path) -> None:
+    """A socket file that nobody answers is a leftover and will be replaced.
+
+    Raises:
+        ValueError: another server listens on it, or something that is no socket is in the way.
+    """
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ValueError(f"{path} exists and is not a socket: choose another --uds-path")
+    with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError, FileNotFoundError):
+        probe.connect(str(path))
+        raise ValueError(f"another server is listening on {path}: choose another --uds-path")
+
+
+def _stop_on_signals() -> "asyncio.Future[None]":
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+
+    def on_signal(number: signal.Signals) -> None:
+        logger.info("received {}", number.name)
+        if not stop.done():
+            stop.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def _first(*awaitables: Awaitable[object]) -> None:
+    await asyncio.wait(map(asyncio.ensure_future, awaitables), return_when=asyncio.FIRST_COMPLETED)
