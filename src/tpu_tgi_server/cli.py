@@ -46,6 +46,12 @@ def serve(
     step_timeout: Annotated[
         float, typer.Option(help="Seconds that one step may take before the server counts as hung and ends.")
     ] = Settings.step_timeout_s,
+    watermark_gamma: Annotated[
+        float, typer.Option(envvar="WATERMARK_GAMMA", help="Watermark: the share of the vocabulary that is favoured.")
+    ] = Settings.watermark_gamma,
+    watermark_delta: Annotated[
+        float, typer.Option(envvar="WATERMARK_DELTA", help="Watermark: what is added to the logits of favoured tokens.")
+    ] = Settings.watermark_delta,
     logger_level: Annotated[
         str, typer.Option(help="TRACE, DEBUG, INFO, WARNING, ERROR or OFF.")
     ] = Settings.logger_level,
@@ -66,6 +72,8 @@ def serve(
             max_total_tokens=max_total_tokens,
             max_input_tokens=max_input_tokens,
             step_timeout_s=step_timeout,
+            watermark_gamma=watermark_gamma,
+            watermark_delta=watermark_delta,
             logger_level=logger_level,
             json_output=json_output,
         )

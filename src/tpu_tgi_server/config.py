@@ -4,6 +4,7 @@ It knows names, defaults and what values are legal; it knows nothing of gRPC, mo
 package reads the environment for settings.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class Settings:
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
     step_timeout_s: float = 600.0
+    watermark_gamma: float = 0.5
+    watermark_delta: float = 2.0
     logger_level: str = "INFO"
     json_output: bool = False
 
@@ -64,6 +67,10 @@ class Settings:
                 raise ValueError("--max-input-tokens must be less than --max-total-tokens")
         if self.step_timeout_s <= 0:
             raise ValueError("--step-timeout must be more than 0 seconds")
+        if not 0 < self.watermark_gamma < 1:
+            raise ValueError("WATERMARK_GAMMA must be more than 0 and less than 1")
+        if not math.isfinite(self.watermark_delta):
+            raise ValueError("WATERMARK_DELTA must be a finite number")
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"--uds-path is too long: a socket path has at most {MAX_SOCKET_PATH_BYTES} bytes")
 

@@ -6,45 +6,39 @@ request that has no slot yet waits in arrival order, in its batch, without a Gen
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
-import numpy as np
-
+from tpu_tgi_server.engine.admission import Admission
 from tpu_tgi_server.engine.batches import BatchTable
 from tpu_tgi_server.engine.sequence import Sequence
-from tpu_tgi_server.engine.tokenizer import Tokenizer
+from tpu_tgi_server.engine.slots import SlotTable
 from tpu_tgi_server.engine.types import (
-    LIVENESS_ID,
     Batch,
     CachedBatch,
     EngineError,
     ErrorKind,
     Generation,
-    Limits,
-    Request,
     StepResult,
 )
-from tpu_tgi_server.engine.validation import check_batch, check_prompt, check_request
 from tpu_tgi_server.model.interface import Model, NextTokens, OnGraph, Prompt
 
 
 class Generator:
-    """Owns the slots: which request holds which, and who waits for one.
+    """Owns the live requests: who runs in a slot and who waits for one.
 
     Every method either does all that it says or raises `EngineError` and changes nothing.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, model: Model, admission: Admission, slots: SlotTable, max_total_tokens: int) -> None:
         self._model = model
-        self._tokenizer = tokenizer
-        self._limits = limits
+        self._admission = admission
+        self._slots = slots
+        self._max_total_tokens = max_total_tokens
         self._batches = BatchTable()
         self._sequences: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
-        self._free_slots = list(range(limits.num_slots))
-        self._token_ids = np.zeros(limits.num_slots, np.int32)
-        self._slot_lens = np.zeros(limits.num_slots, np.int32)
         self._forward_ns = 0
 
     def prefill(self, batch: Batch) -> StepResult:
@@ -54,11 +48,10 @@ class Generator:
             EngineError: INVALID; no request of the batch was admitted.
         """
         started = self._start_clock()
-        check_batch(batch, self._batches.all_request_ids())
         if batch.id in self._batches:
             raise EngineError(ErrorKind.INVALID, f"batch {batch.id} is already live")
-        sequences = [self._admit(request) for request in batch.requests]
-        if [request.id for request in batch.requests] == [LIVENESS_ID]:
+        sequences = self._admission.admit(batch, self._batches.all_request_ids())
+        if batch.is_liveness_probe:
             return self._result(batch.id, [self._probe(sequences[0])], started)
         self._batches.add(batch.id, (request.id for request in batch.requests))
         self._sequences.update((sequence.request.id, sequence) for sequence in sequences)
@@ -76,8 +69,8 @@ class Generator:
         started = self._start_clock()
         self._drop(self._batches.merge(batches))
         batch_id = batches[0].id
-        running = [sequence for sequence in self._members(batch_id) if sequence.slot is not None]
-        generations = self._step(running) if running else []
+        members = (self._sequences[id] for id in self._batches.request_ids(batch_id))
+        generations = self._step([sequence for sequence in members if sequence.slot is not None])
         generations += self._start_waiting(batch_id)
         return self._result(batch_id, generations, started)
 
@@ -105,17 +98,12 @@ class Generator:
             raise EngineError(ErrorKind.BUSY, "warm-up needs an idle server: clear the cache first")
         self._model.warm_up(on_graph)
 
-    def _admit(self, request: Request) -> Sequence:
-        check_request(request)
-        ids = self._tokenizer.encode(request.inputs, request.truncate, request.add_special_tokens)
-        check_prompt(request, len(ids), self._limits)
-        return Sequence(request, ids, self._tokenizer, self._limits.max_total_tokens)
-
     def _probe(self, sequence: Sequence) -> Generation:
         """Answer a liveness probe through the model, in the scratch cell of whatever slot is there."""
-        prompt = Prompt(0, sequence.prompt_ids, is_kept=False, slot_len=int(self._slot_lens[0]))
-        (generation,) = self._take([sequence], self._timed_prefill([prompt]), [0])
-        return generation
+        prompt = Prompt(0, sequence.prompt_ids, is_kept=False, slot_len=int(self._slots.slot_lens[0]))
+        with self._forward_clock():
+            chosen = self._model.prefill([prompt], None)
+        return sequence.append(chosen, prompt.slot)
 
     def _start_waiting(self, batch_id: int) -> list[Generation]:
         """Give free slots to waiting requests in arrival order, and prefill those of the named batch.
@@ -126,7 +114,7 @@ class Generator:
         members = set(self._batches.request_ids(batch_id))
         generations: list[Generation] = []
         while True:
-            first = islice(self._waiting, len(self._free_slots))
+            first = islice(self._waiting, self._slots.num_free)
             starting = [sequence for sequence in first if sequence.request.id in members]
             if not starting:
                 return generations
@@ -146,53 +134,42 @@ class Generator:
         return groups
 
     def _prefill(self, sequences: list[Sequence]) -> list[Generation]:
-        prompts = []
         for sequence in sequences:
             self._waiting.remove(sequence)
-            sequence.slot = self._free_slots.pop(0)
-            prompts.append(Prompt(sequence.slot, sequence.prompt_ids))
-        return self._take(sequences, self._timed_prefill(prompts), range(len(prompts)))
+        prompts = [Prompt(self._slots.assign(sequence), sequence.prompt_ids) for sequence in sequences]
+        with self._forward_clock():
+            chosen = self._model.prefill(prompts, self._slots.sampler_inputs(sequences))
+        return [self._take(sequence, chosen) for sequence in sequences]
 
     def _step(self, sequences: list[Sequence]) -> list[Generation]:
-        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        started = time.perf_counter_ns()
-        chosen = self._model.decode(self._token_ids, self._slot_lens, int(self._slot_lens[slots].max()))
-        self._forward_ns += time.perf_counter_ns() - started
-        return self._take(sequences, chosen, slots)
+        if not sequences:
+            return []
+        slots = self._slots
+        max_slot_len = max(sequence.slot_len for sequence in sequences)
+        with self._forward_clock():
+            sampler = slots.sampler_inputs(sequences)
+            chosen = self._model.decode(slots.token_ids, slots.slot_lens, max_slot_len, sampler)
+        return [self._take(sequence, chosen) for sequence in sequences]
 
-    def _timed_prefill(self, prompts: list[Prompt]) -> NextTokens:
-        started = time.perf_counter_ns()
-        chosen = self._model.prefill(prompts)
-        self._forward_ns += time.perf_counter_ns() - started
-        return chosen
-
-    def _take(self, sequences: list[Sequence], chosen: NextTokens, rows: Iterable[int]) -> list[Generation]:
-        """Append the chosen tokens to their sequences and release those that end."""
-        generations = []
-        for sequence, row in zip(sequences, rows, strict=True):
-            generation = sequence.append(int(chosen.ids[row]), float(chosen.logprobs[row]))
-            generations.append(generation)
-            if sequence.slot is not None:
-                self._token_ids[sequence.slot] = sequence.output_ids[-1]
-                self._slot_lens[sequence.slot] = sequence.slot_len
-            if generation.generated_text is not None:
-                self._release(sequence)
-        return generations
-
-    def _members(self, batch_id: int) -> list[Sequence]:
-        return [self._sequences[id] for id in self._batches.request_ids(batch_id)]
+    def _take(self, sequence: Sequence, chosen: NextTokens) -> Generation:
+        """Append the chosen token to its sequence, and release the sequence if it ends."""
+        assert sequence.slot is not None
+        generation = sequence.append(chosen, sequence.slot)
+        self._slots.advance(sequence)
+        if generation.generated_text is not None:
+            self._release(sequence)
+        return generation
 
     def _drop(self, request_ids: Iterable[int]) -> None:
         for request_id in request_ids:
             self._release(self._sequences[request_id])
 
     def _release(self, sequence: Sequence) -> None:
-        """Forget a request and free its slot. Nothing on the device changes: the slot's cells become scratch."""
-        self._sequences.pop(sequence.request.id, None)
+        """Forget a request, wherever it was."""
+        del self._sequences[sequence.request.id]
         if sequence.slot is not None:
-            self._slot_lens[sequence.slot] = 0
-            self._free_slots.append(sequence.slot)
-        elif sequence in self._waiting:
+            self._slots.release(sequence)
+        else:
             self._waiting.remove(sequence)
 
     def _result(self, batch_id: int, generations: list[Generation], started: int) -> StepResult:
@@ -206,10 +183,14 @@ class Generator:
 
     def _cached_batch(self, batch_id: int) -> CachedBatch | None:
         ids = self._batches.request_ids(batch_id)
-        if not ids:
-            return None
-        return CachedBatch(batch_id, ids, max_tokens=len(ids) * self._limits.max_total_tokens)
+        return CachedBatch(batch_id, ids, max_tokens=len(ids) * self._max_total_tokens) if ids else None
 
     def _start_clock(self) -> int:
         self._forward_ns = 0
         return time.perf_counter_ns()
+
+    @contextmanager
+    def _forward_clock(self) -> Iterator[None]:
+        started = time.perf_counter_ns()
+        yield
+        self._forward_ns += time.perf_counter_ns() - started

@@ -1,50 +1,103 @@
 """One request while it is live: its ids, its text so far, and when it ends."""
 
+from dataclasses import dataclass
+from math import nan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpu_tgi_server.engine.grammar import GrammarState
+from tpu_tgi_server.engine.stopping import StopSequences, finish_reason
 from tpu_tgi_server.engine.text import TextStream
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import FinishReason, GeneratedText, Generation, Request, Tokens
+from tpu_tgi_server.model.interface import NextTokens
 
 
+@dataclass
 class Sequence:
     """Owns the token ids of one request. They are its whole state: nothing is ever tokenised twice.
 
     Attributes:
         request: what was asked.
         prompt_ids: the prompt after truncation.
+        max_new_tokens: how many tokens may come, as asked or as the slot has room.
+        grammar: what the next token must obey, or None.
         output_ids: what was generated so far.
         slot: where its keys and values are, or None while it waits for one.
     """
 
-    def __init__(self, request: Request, prompt_ids: list[int], tokenizer: Tokenizer, max_total_tokens: int) -> None:
-        self.request = request
-        self.prompt_ids = prompt_ids
+    request: Request
+    prompt_ids: list[int]
+    max_new_tokens: int
+    tokenizer: Tokenizer
+    grammar: GrammarState | None = None
+    slot: int | None = None
+
+    def __post_init__(self) -> None:
         self.output_ids: list[int] = []
-        self.slot: int | None = None
-        self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, self.prompt_ids)
-        room = max_total_tokens - len(self.prompt_ids)
-        self._max_new_tokens = min(request.stopping.max_new_tokens, room)
+        self._text = TextStream(self.tokenizer, self.prompt_ids)
+        self._stops = StopSequences(self.request.stopping.stop_sequences)
+
+    @property
+    def last_id(self) -> int:
+        """The newest token of prompt and output."""
+        return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
 
     @property
     def slot_len(self) -> int:
         """How many positions of the slot are written: every token but the newest, which the next step writes."""
         return len(self.prompt_ids) + len(self.output_ids) - 1
 
-    def append(self, token_id: int, logprob: float) -> Generation:
-        """Take the next token and say what it brings to the client."""
+    def append(self, chosen: NextTokens, row: int) -> Generation:
+        """Take the next token from a row of a step's result, and say what it brings to the client."""
+        token_id = int(chosen.ids[row])
         self.output_ids.append(token_id)
-        reason = self._finish_reason()
-        text = self._text.push(token_id, is_last=reason is not None)
-        tokens = Tokens((token_id,), (logprob,), (text,), (token_id in self._tokenizer.special_ids,))
-        end = None
+        text = self._text.push(token_id)
+        reason = self._finish_reason(token_id, text)
         if reason is not None:
-            end = GeneratedText(self._text.generated_text(), len(self.output_ids), reason)
-        return Generation(self.request.id, tokens, generated_text=end)
+            text += self._text.flush()
+        return Generation(
+            request_id=self.request.id,
+            tokens=Tokens((token_id,), (float(chosen.logprobs[row]),), (text,), (self._is_special(token_id),)),
+            prefill_tokens=self._prefill_tokens(chosen.prompt_logprobs.get(row)),
+            generated_text=None if reason is None else self._generated_text(reason),
+            top_tokens=self._top_tokens(chosen, row),
+        )
 
-    def _finish_reason(self) -> FinishReason | None:
-        """EOS before LENGTH: only LENGTH makes the router go on with a request."""
-        if not self.request.stopping.ignore_eos_token and self.output_ids[-1] in self._tokenizer.eos_ids:
-            return FinishReason.EOS_TOKEN
-        if len(self.output_ids) >= self._max_new_tokens:
-            return FinishReason.LENGTH
-        return None
+    def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:
+        is_eos = token_id in self.tokenizer.eos_ids and not self.request.stopping.ignore_eos_token
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
+            is_eos |= self.grammar.is_finished
+        is_stopped = self._stops.found_with(text)
+        return finish_reason(is_eos, is_stopped, len(self.output_ids), self.max_new_tokens)
+
+    def _generated_text(self, reason: FinishReason) -> GeneratedText:
+        sampling = self.request.sampling
+        seed = sampling.seed if sampling.is_sampled else None
+        return GeneratedText(self._text.generated_text(), len(self.output_ids), reason, seed)
+
+    def _prefill_tokens(self, logprobs: NDArray[np.float32] | None) -> Tokens | None:
+        """The prompt's tokens. The first has no log-probability: nothing comes before it."""
+        if logprobs is None or not self.request.prefill_logprobs:
+            return None
+        return self._tokens(self.prompt_ids, [nan, *map(float, logprobs)])
+
+    def _top_tokens(self, chosen: NextTokens, row: int) -> tuple[Tokens, ...]:
+        """The best tokens for this position, best first, ties with the last of them included."""
+        num_wanted = self.request.top_n_tokens
+        if not num_wanted:
+            return ()
+        logprobs = chosen.top_logprobs[row]
+        threshold = logprobs[min(num_wanted, len(logprobs)) - 1]
+        num_best = int(np.count_nonzero((logprobs >= threshold) & (logprobs > -np.inf)))
+        return (self._tokens(chosen.top_ids[row, :num_best].tolist(), logprobs[:num_best].tolist()),)
+
+    def _tokens(self, ids: list[int], logprobs: list[float]) -> Tokens:
+        """Tokens with the text that each has alone."""
+        texts = (self.tokenizer.decode([id], skip_special_tokens=False) for id in ids)
+        return Tokens(tuple(ids), tuple(logprobs), tuple(texts), tuple(map(self._is_special, ids)))
+
+    def _is_special(self, token_id: int) -> bool:
+        return token_id in self.tokenizer.special_ids

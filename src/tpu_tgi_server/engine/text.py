@@ -27,23 +27,28 @@ class TextStream:
         self._prefix = 0
         self._read = len(self._ids)
 
-    def push(self, token_id: int, is_last: bool) -> str:
-        """The text that became certain with `token_id`; at the last token all that is left.
-
-        Empty while the newest bytes are only a part of a character.
-        """
+    def push(self, token_id: int) -> str:
+        """The text that became certain with `token_id`. Empty while the newest bytes are only a part of a character."""
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._prefix : self._read])
-        now = self._decode(self._ids[self._prefix :])
-        if not is_last and (len(now) <= len(before) or now.endswith(REPLACEMENT)):
+        piece = self._rest()
+        if not piece or piece.endswith(REPLACEMENT):
             return ""
         self._prefix, self._read = self._read, len(self._ids)
-        return now[len(before) :]
+        return piece
+
+    def flush(self) -> str:
+        """All that was held back, for the end of a request."""
+        piece = self._rest()
+        self._read = len(self._ids)
+        return piece
 
     def generated_text(self) -> str:
         """All generated ids as text, special tokens left out."""
         before = self._tokenizer.decode(self._ids[: self._num_context], skip_special_tokens=True)
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)[len(before) :]
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+    def _rest(self) -> str:
+        if self._read == len(self._ids):
+            return ""
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read], skip_special_tokens=False)
+        return self._tokenizer.decode(self._ids[self._prefix :], skip_special_tokens=False)[len(before) :]

@@ -28,7 +28,10 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The defaults are neutral."""
+    """How the next token is chosen. The defaults are neutral.
+
+    0 in temperature, top_p, typical_p or repetition_penalty means unset, as neutral as 1.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -41,6 +44,22 @@ class Sampling:
     watermark: bool = False
     grammar: str = ""
     grammar_type: GrammarType = GrammarType.NONE
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn. `top_k` alone does not make it so: clients send it with greedy requests."""
+        filters = (self.temperature, self.top_p, self.typical_p)
+        return self.do_sample or any(value not in (0, 1) for value in filters)
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the choice depends on what the slot has seen."""
+        return self.repetition_penalty not in (0, 1) or self.frequency_penalty != 0
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self.grammar_type is not GrammarType.NONE and self.grammar != ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,19 @@ class Request:
     top_n_tokens: int = 0
     add_special_tokens: bool | None = None
 
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether the greedy choice alone does not serve it."""
+        sampling = self.sampling
+        return (
+            sampling.is_sampled
+            or sampling.has_penalty
+            or sampling.watermark
+            or sampling.has_grammar
+            or self.prefill_logprobs
+            or self.top_n_tokens > 0
+        )
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -76,6 +108,14 @@ class Batch:
 
     id: int
     requests: tuple[Request, ...]
+
+    @property
+    def is_liveness_probe(self) -> bool:
+        """One greedy token for the reserved id: TGI's router asks this to see whether the shard is alive."""
+        if len(self.requests) != 1:
+            return False
+        request = self.requests[0]
+        return request.id == LIVENESS_ID and request.stopping.max_new_tokens == 1 and not request.needs_sampler
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,22 @@
 """What a request may ask for. A refusal names the field, and refuses the call as a whole."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from math import inf, isfinite
 
-from tpu_tgi_server.engine.types import Batch, EngineError, ErrorKind, Limits, Request
+from tpu_tgi_server.engine.types import Batch, EngineError, ErrorKind, GrammarType, Limits, Request
+from tpu_tgi_server.model.interface import MAX_TOP_TOKENS
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "temperature": (0, 1),
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, inf),
     "top_p": (0, 1),
     "typical_p": (0, 1),
-    "do_sample": (False,),
-    "repetition_penalty": (0, 1),
-    "frequency_penalty": (0,),
-    "watermark": (False,),
-    "grammar": ("",),
+    "repetition_penalty": (0, inf),
+    "frequency_penalty": (-inf, inf),
 }
-"""Sampling fields that are not built yet, with the values that ask for nothing."""
+"""The smallest and largest value of each number; 0 means unset except in frequency_penalty."""
 
 
-def check_batch(batch: Batch, live_request_ids: Sequence[int]) -> None:
+def check_batch(batch: Batch, live_request_ids: Collection[int]) -> None:
     """Refuse a batch whose requests cannot be told apart.
 
     Raises:
@@ -31,23 +30,22 @@ def check_batch(batch: Batch, live_request_ids: Sequence[int]) -> None:
         raise _invalid(f"request id {min(repeated)} is used twice")
 
 
-def check_request(request: Request) -> None:
-    """Refuse what is out of range or not built.
+def check_request(request: Request, vocab_size: int) -> None:
+    """Refuse what is out of range.
 
     Raises:
         EngineError: INVALID, naming the field.
     """
     if request.stopping.max_new_tokens < 1:
-        raise _refused(request, "max_new_tokens must be at least 1")
-    for name, neutral in NEUTRAL.items():
-        if getattr(request.sampling, name) not in neutral:
-            raise _refused(request, f"{name} is not supported")
-    if request.stopping.stop_sequences:
-        raise _refused(request, "stop_sequences is not supported")
-    if request.prefill_logprobs:
-        raise _refused(request, "prefill_logprobs is not supported")
-    if request.top_n_tokens:
-        raise _refused(request, "top_n_tokens is not supported")
+        raise refused(request, "max_new_tokens must be at least 1")
+    for name, (smallest, largest) in SAMPLING_RANGES.items():
+        value: float = getattr(request.sampling, name)
+        if not isfinite(value) or not smallest <= value <= largest:
+            raise refused(request, f"{name} must be a finite number from {smallest:g} to {largest:g}, not {value:g}")
+    if vocab_size > MAX_TOP_TOKENS < request.top_n_tokens:
+        raise refused(request, f"top_n_tokens must be at most {MAX_TOP_TOKENS}")
+    if request.sampling.grammar and request.sampling.grammar_type is GrammarType.NONE:
+        raise refused(request, "grammar needs a grammar_type")
 
 
 def check_prompt(request: Request, prompt_len: int, limits: Limits) -> None:
@@ -57,15 +55,16 @@ def check_prompt(request: Request, prompt_len: int, limits: Limits) -> None:
         EngineError: INVALID, naming the field and the limit.
     """
     if prompt_len == 0:
-        raise _refused(request, "inputs has no tokens")
+        raise refused(request, "inputs has no tokens")
     if prompt_len > limits.max_input_tokens:
-        raise _refused(
+        raise refused(
             request,
             f"inputs has {prompt_len} tokens, more than --max-input-tokens {limits.max_input_tokens} (see truncate)",
         )
 
 
-def _refused(request: Request, reason: str) -> EngineError:
+def refused(request: Request, reason: str) -> EngineError:
+    """A refusal that says which request it is about."""
     return _invalid(f"request {request.id}: {reason}")
 
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Literal
 
 from tpu_tgi_server.model.interface import Graph
 
@@ -48,6 +49,8 @@ def smallest_bucket(buckets: Sequence[int], size: int) -> int:
 
 def graphs(max_input_tokens: int, max_total_tokens: int) -> tuple[Graph, ...]:
     """Every graph that warm-up compiles. The number of slots is not among the arguments: it does not matter."""
-    prefills = tuple(Graph("prefill", size) for size in prefill_buckets(max_input_tokens))
-    decodes = tuple(Graph("decode", size) for size in decode_buckets(max_total_tokens))
-    return prefills + decodes
+    shapes: list[tuple[Literal["prefill", "decode"], int]] = [
+        *(("prefill", size) for size in prefill_buckets(max_input_tokens)),
+        *(("decode", size) for size in decode_buckets(max_total_tokens)),
+    ]
+    return tuple(Graph(kind, size, has_sampler) for has_sampler in (False, True) for kind, size in shapes)

@@ -3,12 +3,15 @@
 Free of torch, so that tests can drive the engine with a scripted model that runs nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+MAX_TOP_TOKENS = 64
+"""How many top tokens of each slot leave the device."""
 
 
 @dataclass(frozen=True)
@@ -26,27 +29,71 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class NextTokens:
-    """The chosen next tokens: after a prefill one a prompt, after a decode one a slot.
+class SamplerInputs:
+    """How each of B slots chooses its next token in one step, for steps in which some slot does not choose greedily.
+
+    Rows of slots that are not part of the step hold anything finite.
 
     Attributes:
-        ids: int32 [N].
-        logprobs: float32 [N], `log_softmax` of the model's raw logits at the chosen ids.
+        top_k: int32 [B], 0 for off.
+        is_sampled: int32 [B], 1 where the token is drawn and 0 where the best is taken.
+        is_stepped: int32 [B], 1 for slots whose tokens of this step enter their history.
+        temperature, top_p, typical_p, repetition_penalty, frequency_penalty: float32 [B].
+        uniform: float32 [B] in [0, 1), the randomness of this step.
+        allowed: int32 [B, ceil(V / 32)], one bit a token, set where a grammar allows it; None if no slot has one.
+        favoured: int32 [B, ceil(V / 32)], set where a watermark favours a token; None if no slot has one.
+        wants_top_tokens: some slot wants `NextTokens.top_ids`.
+        wants_prompt_logprobs: some prompt wants `NextTokens.prompt_logprobs`.
+    """
+
+    top_k: NDArray[np.int32]
+    is_sampled: NDArray[np.int32]
+    is_stepped: NDArray[np.int32]
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    typical_p: NDArray[np.float32]
+    repetition_penalty: NDArray[np.float32]
+    frequency_penalty: NDArray[np.float32]
+    uniform: NDArray[np.float32]
+    allowed: NDArray[np.int32] | None = None
+    favoured: NDArray[np.int32] | None = None
+    wants_top_tokens: bool = False
+    wants_prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The chosen next token of each slot; rows of slots that were not part of the step mean nothing.
+
+    Attributes:
+        ids: int32 [B].
+        logprobs: float32 [B], `log_softmax` of the model's raw logits at the chosen ids.
+        top_ids: int32 [B, N], best first; N is 0 where they were not wanted.
+        top_logprobs: float32 [B, N].
+        prompt_logprobs: for the slot of each prompt of a prefill float32 [T - 1], the log-probabilities of its tokens
+            from the second on; empty where they were not wanted.
     """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+    prompt_logprobs: Mapping[int, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One compiled shape: a prefill of `num_tokens` packed tokens, or a decode that reads `context_len` positions."""
+    """One compiled shape: a prefill of `size` packed tokens or a decode that reads `size` positions.
 
-    kind: str
+    Each comes twice: with the greedy choice alone, and with the whole sampler.
+    """
+
+    kind: Literal["prefill", "decode"]
     size: int
+    has_sampler: bool
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.size}"
+        return f"{self.kind} {self.size} {'sampled' if self.has_sampler else 'greedy'}"
 
 
 OnGraph = Callable[[Graph, int, int], None]
@@ -61,24 +108,36 @@ class Model(Protocol):
     """
 
     @property
-    def num_slots(self) -> int: ...
+    def vocab_size(self) -> int:
+        """How many logits the model has: ids are below this."""
+        ...
 
     @property
     def max_prefill_tokens(self) -> int:
         """How many prompt tokens fit one prefill together."""
         ...
 
-    def prefill(self, prompts: Sequence[Prompt]) -> NextTokens:
-        """Run the prompts in one execution. Together they have at most `max_prefill_tokens` tokens."""
+    def prefill(self, prompts: Sequence[Prompt], sampler: SamplerInputs | None) -> NextTokens:
+        """Run the prompts in one execution. Together they have at most `max_prefill_tokens` tokens.
+
+        Without a sampler every slot takes the best token and its history is not kept.
+        """
         ...
 
-    def decode(self, token_ids: NDArray[np.int32], slot_lens: NDArray[np.int32], max_slot_len: int) -> NextTokens:
+    def decode(
+        self,
+        token_ids: NDArray[np.int32],
+        slot_lens: NDArray[np.int32],
+        max_slot_len: int,
+        sampler: SamplerInputs | None,
+    ) -> NextTokens:
         """Run one token for every slot in one execution.
 
         Args:
             token_ids: int32 [B], the last token of each slot; anything for slots that are not stepped.
             slot_lens: int32 [B], how many positions of each slot are written; the token goes to that position.
             max_slot_len: the largest of `slot_lens` among the slots whose result matters.
+            sampler: as for `prefill`. A slot with penalties must have a sampler in each of its steps.
         """
         ...
 

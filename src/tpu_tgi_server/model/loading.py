@@ -11,6 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from tpu_tgi_server.config import Dtype
 from tpu_tgi_server.model import attention
 from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.steps import DeviceSteps
 from tpu_tgi_server.runtime.interface import Runtime
 
 NEEDED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -74,3 +75,16 @@ def allocate_cache(
         return [runtime.to_device(zeros.clone()) for _ in range(config.num_hidden_layers)]
 
     return StaticCacheXla(keys=layers(), values=layers())
+
+
+def make_steps(model: PreTrainedModel, cache: StaticCacheXla, watermark_delta: float, runtime: Runtime) -> DeviceSteps:
+    """The device's part of every step."""
+    num_slots = cache.keys[0].shape[0]
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    return DeviceSteps(
+        model,
+        cache,
+        counts=runtime.to_device(torch.zeros(num_slots, vocab_size, dtype=torch.int32)),
+        slots=runtime.to_device(torch.arange(num_slots, dtype=torch.int32)),
+        watermark_delta=watermark_delta,
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 class CpuRuntime:
     """Owns nothing: torch's own CPU device."""
 
+    is_compiled = False
     device_type = "cpu"
     default_dtype = torch.float32
     device = torch.device("cpu")

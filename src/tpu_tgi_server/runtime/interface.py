@@ -16,6 +16,11 @@ class Runtime(Protocol):
         ...
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether every shape and every branch is a graph of its own that has to be compiled."""
+        ...
+
+    @property
     def default_dtype(self) -> torch.dtype:
         """What `--dtype auto` means here."""
         ...

@@ -17,6 +17,7 @@ class XlaRuntime:
     Importing this module touches no device; `device` does, so it may only be used inside `launch`.
     """
 
+    is_compiled = True
     device_type = "xla"
 
     def __init__(self, pjrt_device: str) -> None:
