@@ -1,4 +1,7 @@
-"""The server as a process of its own, with the scripted model: python -m tests.scripted_server UDS_PATH FAULTS LEVEL."""
+"""The server as a process of its own, with the scripted model.
+
+python -m tests.scripted_server UDS_PATH FAULTS
+"""
 
 import asyncio
 import sys

@@ -41,7 +41,8 @@ class ServerProcess:
             children = psutil.Process(self.pid).children()
             return next((child for child in children if "spawn_main" in " ".join(child.cmdline())), None)
 
-        return wait_for(find, 10, "an agent")
+        agent: psutil.Process = wait_for(find, 10, "an agent")
+        return agent
 
     def survivors(self) -> list[psutil.Process]:
         """Processes of the server that still run."""
@@ -69,7 +70,7 @@ class ServerProcess:
     def connect(self) -> Iterator[Any]:
         """A stub on a connection of its own."""
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
-            yield generate_pb2_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+            yield generate_pb2_grpc.TextGenerationServiceStub(channel)
 
 
 @contextmanager
