@@ -33,17 +33,18 @@ class TextStream:
         Empty while the newest bytes are only a part of a character.
         """
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._prefix : self._read])
-        now = self._decode(self._ids[self._prefix :])
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        now = self._tokenizer.decode(self._ids[self._prefix :])
         if not is_last and (len(now) <= len(before) or now.endswith(REPLACEMENT)):
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         return now[len(before) :]
 
     def generated_text(self) -> str:
-        """All generated ids as text, special tokens left out."""
-        before = self._tokenizer.decode(self._ids[: self._num_context], skip_special_tokens=True)
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[len(before) :]
+        """All generated ids as text, special tokens left out.
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        Those of the context stay: without them a text would lose its first space after a prompt of special tokens.
+        """
+        context = self._ids[: self._num_context]
+        visible = [id for id in self._ids[self._num_context :] if id not in self._tokenizer.special_ids]
+        return self._tokenizer.decode(context + visible)[len(self._tokenizer.decode(context)) :]
