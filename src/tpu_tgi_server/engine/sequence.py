@@ -96,7 +96,7 @@ class Sequence:
 
     def _tokens(self, ids: list[int], logprobs: list[float]) -> Tokens:
         """Tokens with the text that each has alone."""
-        texts = (self.tokenizer.decode([id], skip_special_tokens=False) for id in ids)
+        texts = (self.tokenizer.decode([id]) for id in ids)
         return Tokens(tuple(ids), tuple(logprobs), tuple(texts), tuple(map(self._is_special, ids)))
 
     def _is_special(self, token_id: int) -> bool:

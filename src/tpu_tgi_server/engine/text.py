@@ -43,12 +43,16 @@ class TextStream:
         return piece
 
     def generated_text(self) -> str:
-        """All generated ids as text, special tokens left out."""
-        before = self._tokenizer.decode(self._ids[: self._num_context], skip_special_tokens=True)
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[len(before) :]
+        """All generated ids as text, special tokens left out.
+
+        Those of the context stay: without them a text would lose its first space after a prompt of special tokens.
+        """
+        context = self._ids[: self._num_context]
+        visible = [id for id in self._ids[self._num_context :] if id not in self._tokenizer.special_ids]
+        return self._tokenizer.decode(context + visible)[len(self._tokenizer.decode(context)) :]
 
     def _rest(self) -> str:
         if self._read == len(self._ids):
             return ""
-        before = self._tokenizer.decode(self._ids[self._prefix : self._read], skip_special_tokens=False)
-        return self._tokenizer.decode(self._ids[self._prefix :], skip_special_tokens=False)[len(before) :]
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        return self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]

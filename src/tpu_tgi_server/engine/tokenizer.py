@@ -47,11 +47,9 @@ class Tokenizer:
             count += 1
         return count
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of ids, exactly as they stand."""
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, exactly as they stand, special tokens included."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from tpu_tgi_server.config import Settings
-from tpu_tgi_server.mailbox.agent import run_agent_process
 from tpu_tgi_server.mailbox.messages import Broken, Command, Progress, Reply
 
 STOP_GRACE_S = 2.0
@@ -32,7 +31,7 @@ class AgentProcess:
         self._connection: Connection
         self._connection, agent_end = context.Pipe(duplex=True)
         self._process = context.Process(
-            target=run_agent_process, args=(settings, loader, agent_end), name="tpu-tgi-agent", daemon=True
+            target=_run_agent, args=(settings, loader, agent_end), name="tpu-tgi-agent", daemon=True
         )
         self._process.start()
         agent_end.close()  # or its end would never read as closed
@@ -92,3 +91,10 @@ class AgentProcess:
         if code is None:
             return "the agent closed its connection"
         return f"the agent was ended by signal {-code}" if code < 0 else f"the agent exited with status {code}"
+
+
+def _run_agent(settings: Settings, loader: str, connection: Connection) -> None:
+    """The agent's end is imported in the agent's process only: it brings torch and transformers with it."""
+    from tpu_tgi_server.mailbox.agent import run_agent_process
+
+    run_agent_process(settings, loader, connection)

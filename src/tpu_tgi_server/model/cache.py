@@ -24,7 +24,7 @@ class StaticCacheXla:
         self.keys = keys
         self.values = values
         num_heads = keys[0].shape[1]
-        self._heads = torch.arange(num_heads, dtype=torch.int32).to(keys[0].device)[None, :]
+        self._heads = torch.arange(num_heads, dtype=torch.int32)[None, :].to(keys[0].device)
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one cell for each of N tokens.

@@ -1,0 +1,21 @@
+"""What all tests share. The tests' own process never touches XLA: where it matters, a subprocess does."""
+
+import os
+
+os.environ["USE_TORCH_XLA"] = "0"  # or transformers imports torch_xla
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("PJRT_DEVICE", None)
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama, see `tests.tiny_model`."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    save_tiny_model(folder)
+    return folder

@@ -1,0 +1,51 @@
+"""The fixed set of graphs, as XLA itself counts it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.servers import ROOT
+from tests.tiny_model import NUM_LAYERS
+from tests.xla_facts import Facts
+
+
+@pytest.fixture(scope="module")
+def facts(tiny_model_folder: Path) -> dict[int, Facts]:
+    """Facts for servers of 1, 4 and 16 slots."""
+    num_requests = {1: 0, 4: 200, 16: 0}
+    return {slots: collect_in_process(tiny_model_folder, slots, requests) for slots, requests in num_requests.items()}
+
+
+def collect_in_process(folder: Path, num_slots: int, num_requests: int) -> Facts:
+    command = [sys.executable, "-m", "tests.xla_facts", str(folder), str(num_slots), str(num_requests)]
+    environment = {"PATH": "", "HOME": str(folder), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return Facts(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_loading_compiles_nothing(facts: dict[int, Facts]) -> None:
+    assert [fact.num_compiled_while_loading for fact in facts.values()] == [0, 0, 0]
+
+
+def test_warm_up_compiles_exactly_the_listed_graphs_for_any_number_of_slots(facts: dict[int, Facts]) -> None:
+    assert facts[4].num_graphs == 3
+    assert [fact.num_compiled_by_warm_up for fact in facts.values()] == [fact.num_graphs for fact in facts.values()]
+    assert len({fact.num_graphs for fact in facts.values()}) == 1
+
+
+def test_a_second_warm_up_compiles_nothing(facts: dict[int, Facts]) -> None:
+    assert [fact.num_compiled_by_second_warm_up for fact in facts.values()] == [0, 0, 0]
+
+
+def test_nothing_compiles_for_random_requests_after_warm_up(facts: dict[int, Facts]) -> None:
+    """200 requests go to the server of 4 slots."""
+    assert facts[4].num_compiled_by_requests == 0
+
+
+def test_every_graph_updates_the_whole_cache_in_place(facts: dict[int, Facts]) -> None:
+    """Keys and values of each layer are donated buffers."""
+    assert [fact.num_aliased_buffers_per_graph for fact in facts.values()] == [2 * NUM_LAYERS] * 3

@@ -1,0 +1,163 @@
+"""A model without weights whose tokens follow a script, for tests of everything above the model.
+
+It keeps the contract of `model.interface.Model` strictly: it remembers what was written to each slot, and a step that
+relies on a cell that was not written fails. Its results can be checked by hand.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from tests.tiny_model import VOCAB_SIZE, byte_level_tokenizer
+from tpu_tgi_server.config import Settings
+from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.engine.tokenizer import Tokenizer
+from tpu_tgi_server.engine.types import Limits, ModelInfo
+from tpu_tgi_server.model.interface import Graph, NextTokens, OnGraph, Prompt
+from tpu_tgi_server.runtime.interface import Runtime
+
+FIRST_ID = 2
+"""The smallest id of the arithmetic script: those below are BOS and EOS."""
+
+Script = Mapping[tuple[int, ...], Sequence[int]]
+
+
+def arithmetic_id(prompt_ids: Sequence[int], step: int) -> int:
+    """What follows a prompt that has no script of its own; never an end token."""
+    return FIRST_ID + (sum(prompt_ids) + 7 * len(prompt_ids) + 13 * step) % (VOCAB_SIZE - FIRST_ID)
+
+
+def logprob_of(token_id: int) -> float:
+    """The log-probability that the scripted model gives to a token."""
+    return -token_id / 1000
+
+
+class ScriptedModel:
+    """Owns what has been written to each slot: the prompt, and the ids at positions 0, 1, 2, ..."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        script: Script | None = None,
+        max_prefill_tokens: int | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.num_slots = limits.num_slots
+        self.max_prefill_tokens = max_prefill_tokens or limits.max_input_tokens
+        self.num_prefills = 0
+        self.num_decodes = 0
+        self._max_total_tokens = limits.max_total_tokens
+        self._script = script or {}
+        self._on_step = on_step
+        self._prompts: list[tuple[int, ...]] = [()] * limits.num_slots
+        self._cells: list[list[int]] = [[] for _ in range(limits.num_slots)]
+
+    def prefill(self, prompts: Sequence[Prompt]) -> NextTokens:
+        self._on_step()
+        self.num_prefills += 1
+        slots = [prompt.slot for prompt in prompts]
+        assert 0 < len(prompts) <= self.num_slots
+        assert len(set(slots)) == len(slots), "two prompts in one slot"
+        assert sum(len(prompt.token_ids) for prompt in prompts) <= self.max_prefill_tokens
+        for prompt in prompts:
+            self._write_prompt(prompt)
+        return _next_tokens([self._choose(tuple(prompt.token_ids), []) for prompt in prompts])
+
+    def decode(self, token_ids: NDArray[np.int32], slot_lens: NDArray[np.int32], max_slot_len: int) -> NextTokens:
+        self._on_step()
+        self.num_decodes += 1
+        assert token_ids.shape == slot_lens.shape == (self.num_slots,)
+        assert token_ids.dtype == slot_lens.dtype == np.int32
+        assert max_slot_len in slot_lens
+        return _next_tokens(
+            [
+                self._step(slot, int(token_ids[slot]), int(slot_lens[slot]), max_slot_len)
+                for slot in range(self.num_slots)
+            ]
+        )
+
+    def warm_up(self, on_graph: OnGraph) -> None:
+        for number in range(1, 4):
+            self._on_step()
+            on_graph(Graph("decode", number), number, 3)
+        self._prompts = [()] * self.num_slots
+        self._cells = [[] for _ in range(self.num_slots)]
+
+    def _write_prompt(self, prompt: Prompt) -> None:
+        assert 0 <= prompt.slot < self.num_slots
+        assert prompt.token_ids
+        if prompt.is_kept:
+            assert len(prompt.token_ids) < self._max_total_tokens
+            self._prompts[prompt.slot] = tuple(prompt.token_ids)
+            self._cells[prompt.slot] = list(prompt.token_ids)
+        else:
+            assert 0 <= prompt.slot_len < self._max_total_tokens
+            del self._cells[prompt.slot][prompt.slot_len :]
+
+    def _step(self, slot: int, token_id: int, slot_len: int, max_slot_len: int) -> int | None:
+        """The next token of a slot; None where the result may not be used."""
+        assert 0 <= slot_len < self._max_total_tokens
+        cells = self._cells[slot]
+        assert slot_len <= len(cells), f"slot {slot} has {len(cells)} written cells, not {slot_len}"
+        self._cells[slot] = [*cells[:slot_len], token_id]
+        prompt = self._prompts[slot]
+        if slot_len < len(prompt) or slot_len > max_slot_len:
+            return None
+        return self._choose(prompt, self._cells[slot][len(prompt) :])
+
+    def _choose(self, prompt: tuple[int, ...], output: Sequence[int]) -> int | None:
+        """The script's next id, if the output so far is the script's."""
+        script = self._script.get(prompt)
+        known = len(output) + 1 if script is None else len(script)
+        wanted = [arithmetic_id(prompt, step) for step in range(known)] if script is None else list(script)
+        if list(output) != wanted[: len(output)] or len(output) >= len(wanted):
+            return None
+        return wanted[len(output)]
+
+
+def _next_tokens(chosen: Sequence[int | None]) -> NextTokens:
+    """Results that may not be used are out of any vocabulary, so that nobody can use them unnoticed."""
+    ids = np.array([2**30 if id is None else id for id in chosen], np.int32)
+    return NextTokens(ids=ids, logprobs=np.array([logprob_of(int(id)) for id in ids], np.float32))
+
+
+@dataclass
+class Faults:
+    """What a scripted agent does besides generating; read from the model id, as JSON."""
+
+    step_s: float = 0.0
+    load_s: float = 0.0
+    load_error: str = ""
+    step_error: str = ""
+    num_warnings: int = 0
+
+    def on_load(self) -> None:
+        if self.load_error:
+            raise ValueError(self.load_error)
+        time.sleep(self.load_s)
+
+    def on_step(self) -> None:
+        if self.step_error:
+            raise RuntimeError(self.step_error)
+        for number in range(self.num_warnings):
+            logger.warning("warning {} of the agent, with \n a line break and ünïcödé", number)
+        time.sleep(self.step_s)
+
+
+def load_scripted(
+    settings: Settings, runtime: Runtime, on_stage: Callable[[str, int, int], None]
+) -> tuple[Generator, ModelInfo]:
+    """A loader for agents: the arithmetic script, with the faults that the model id names."""
+    faults = Faults(**json.loads(settings.model_id))
+    on_stage("script", 1, 2)
+    faults.on_load()
+    on_stage("faults", 2, 2)
+    limits = Limits(settings.max_batch_size, max_input_tokens=255, max_total_tokens=256)
+    model = ScriptedModel(limits, on_step=faults.on_step)
+    info = ModelInfo("", "torch.float32", runtime.device_type, limits, sliding_window=None)
+    return Generator(model, Tokenizer(byte_level_tokenizer()), limits), info

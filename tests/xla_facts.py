@@ -1,0 +1,115 @@
+"""Facts about compiled graphs, found in a process of its own:
+
+    python -m tests.xla_facts MODEL_FOLDER NUM_SLOTS NUM_REQUESTS
+
+Prints one JSON object, see `Facts`.
+"""
+
+import itertools
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass
+
+from tests.driver import Driver, GeneratorStub, new_request
+from tests.reference import prompt_of_len
+from tpu_tgi_server.config import Device, Settings
+from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.engine.loading import load_generator
+from tpu_tgi_server.model import buckets
+from tpu_tgi_server.pb.v2 import generate_pb2 as pb
+from tpu_tgi_server.runtime.interface import Runtime
+from tpu_tgi_server.runtime.select import select_runtime
+
+MAX_TOTAL_TOKENS = 256
+MAX_INPUT_TOKENS = 32
+
+
+@dataclass
+class Facts:
+    """What one process has counted."""
+
+    num_graphs: int
+    num_compiled_while_loading: int
+    num_compiled_by_warm_up: int
+    num_aliased_buffers_per_graph: float
+    num_compiled_by_requests: int
+    num_compiled_by_second_warm_up: int
+
+
+def aliased_buffers() -> tuple[int, float]:
+    """How many graphs reported donated buffers, and how many buffers in all."""
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("InputOutputAliasCount")
+    return (0, 0.0) if data is None else (int(data[0]), float(data[1]))
+
+
+def collect(runtime: Runtime, folder: str, num_slots: int, num_requests: int) -> Facts:
+    settings = Settings(
+        folder,
+        device=Device.XLA_CPU,
+        max_batch_size=num_slots,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        max_input_tokens=MAX_INPUT_TOKENS,
+    )
+    counts = [runtime.num_compilations()]
+    generator, _ = load_generator(settings, runtime, lambda *_: None)
+    counts.append(runtime.num_compilations())
+    generator.warm_up(lambda *_: None)
+    counts.append(runtime.num_compilations())
+    num_donating, num_aliased = aliased_buffers()
+    send_random_requests(generator, num_requests)
+    counts.append(runtime.num_compilations())
+    generator.warm_up(lambda *_: None)
+    counts.append(runtime.num_compilations())
+    loading, warm_up, requests, second = (after - before for before, after in itertools.pairwise(counts))
+    return Facts(
+        num_graphs=len(buckets.graphs(MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS)),
+        num_compiled_while_loading=loading,
+        num_compiled_by_warm_up=warm_up,
+        num_aliased_buffers_per_graph=num_aliased / max(num_donating, 1),
+        num_compiled_by_requests=requests,
+        num_compiled_by_second_warm_up=second,
+    )
+
+
+def send_random_requests(generator: Generator, num_requests: int) -> None:
+    """Batches of random sizes and lengths that join at random moments, lose members and are cleared."""
+    chance = random.Random(0)
+    driver = Driver(GeneratorStub(generator))
+    running: pb.CachedBatch | None = None
+    sent = 0
+    while sent < num_requests or running is not None:
+        batches = [running] if running else []
+        if sent < num_requests and chance.random() < 0.5:
+            size = min(chance.randint(1, 4), num_requests - sent)
+            joining = driver.prefill(sent, *[random_request(chance, sent + number) for number in range(size)])
+            sent += size
+            batches += [joining] if joining else []
+        if batches and chance.random() < 0.1:
+            victim = batches.pop()
+            kept = driver.filter(victim, list(victim.request_ids)[1:])
+            batches += [kept] if kept else []
+        running = driver.decode(*batches) if batches else None
+    assert len(driver.answers) == num_requests
+
+
+def random_request(chance: random.Random, number: int) -> pb.Request:
+    if number % 50 == 49:
+        return new_request(number, prompt_of_len(3), new=MAX_TOTAL_TOKENS)
+    prompt = prompt_of_len(chance.randint(1, MAX_INPUT_TOKENS))
+    return new_request(number, prompt, new=chance.randint(1, 12), ignore_eos=chance.random() < 0.5)
+
+
+def run(_rank: int, runtime: Runtime, folder: str, num_slots: int, num_requests: int) -> None:
+    print(json.dumps(asdict(collect(runtime, folder, num_slots, num_requests))))
+
+
+def main(folder: str, num_slots: str, num_requests: str) -> None:
+    runtime = select_runtime(Device.XLA_CPU)
+    runtime.launch(run, (runtime, folder, int(num_slots), int(num_requests)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
