@@ -1,6 +1,6 @@
 """A strict stand-in for the router's batching loop: it fails on everything that would make the real one panic."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,16 +51,32 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     is_special: list[bool] = field(default_factory=list)
+    top_tokens: list[pb.Tokens] = field(default_factory=list)
+    prefill_tokens: pb.Tokens | None = None
     end: pb.GeneratedText | None = None
 
 
-def new_request(request_id: int, inputs: str, new: int = 8, ignore_eos: bool = True, **fields: Any) -> pb.Request:
-    """A request with neutral parameters, as the router sends them."""
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+"""The parameters that a router sends when a client has asked for nothing."""
+
+
+def new_request(
+    request_id: int,
+    inputs: str,
+    new: int = 8,
+    ignore_eos: bool = True,
+    stop: Sequence[str] = (),
+    parameters: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> pb.Request:
+    """A request with neutral parameters but for those that are given."""
     return pb.Request(
         id=request_id,
         inputs=inputs,
-        parameters=pb.NextTokenChooserParameters(temperature=1.0, top_p=1.0, typical_p=1.0, repetition_penalty=1.0),
-        stopping_parameters=pb.StoppingCriteriaParameters(max_new_tokens=new, ignore_eos_token=ignore_eos),
+        parameters=pb.NextTokenChooserParameters(**{**NEUTRAL, **(parameters or {})}),
+        stopping_parameters=pb.StoppingCriteriaParameters(
+            max_new_tokens=new, ignore_eos_token=ignore_eos, stop_sequences=stop
+        ),
         **fields,
     )
 
@@ -138,6 +154,10 @@ def take_generation(answer: Answer, generation: pb.Generation) -> None:
     answer.logprobs += tokens.logprobs
     answer.texts += tokens.texts
     answer.is_special += tokens.is_special
+    answer.top_tokens += generation.top_tokens
+    if generation.HasField("prefill_tokens"):
+        assert len(answer.ids) == 1, "prompt details after the first token"
+        answer.prefill_tokens = generation.prefill_tokens
     if generation.HasField("generated_text"):
         answer.end = generation.generated_text
         assert answer.end.generated_tokens == len(answer.ids) > 0

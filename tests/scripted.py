@@ -18,7 +18,7 @@ from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import Limits, ModelInfo
-from tpu_tgi_server.model.interface import Graph, NextTokens, OnGraph, Prompt
+from tpu_tgi_server.model.interface import Graph, NextTokens, OnGraph, Prompt, SamplerInputs
 from tpu_tgi_server.runtime.interface import Runtime
 
 FIRST_ID = 2
@@ -47,6 +47,7 @@ class ScriptedModel:
         max_prefill_tokens: int | None = None,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
+        self.vocab_size = VOCAB_SIZE
         self.num_slots = limits.num_slots
         self.max_prefill_tokens = max_prefill_tokens or limits.max_input_tokens
         self.num_prefills = 0
@@ -57,7 +58,8 @@ class ScriptedModel:
         self._prompts: list[tuple[int, ...]] = [()] * limits.num_slots
         self._cells: list[list[int]] = [[] for _ in range(limits.num_slots)]
 
-    def prefill(self, prompts: Sequence[Prompt]) -> NextTokens:
+    def prefill(self, prompts: Sequence[Prompt], sampler: SamplerInputs | None) -> NextTokens:
+        assert sampler is None, "the script chooses greedily"
         self._on_step()
         self.num_prefills += 1
         slots = [prompt.slot for prompt in prompts]
@@ -66,9 +68,19 @@ class ScriptedModel:
         assert sum(len(prompt.token_ids) for prompt in prompts) <= self.max_prefill_tokens
         for prompt in prompts:
             self._write_prompt(prompt)
-        return _next_tokens([self._choose(tuple(prompt.token_ids), []) for prompt in prompts])
+        chosen: list[int | None] = [None] * self.num_slots
+        for prompt in prompts:
+            chosen[prompt.slot] = self._choose(tuple(prompt.token_ids), [])
+        return _next_tokens(chosen)
 
-    def decode(self, token_ids: NDArray[np.int32], slot_lens: NDArray[np.int32], max_slot_len: int) -> NextTokens:
+    def decode(
+        self,
+        token_ids: NDArray[np.int32],
+        slot_lens: NDArray[np.int32],
+        max_slot_len: int,
+        sampler: SamplerInputs | None,
+    ) -> NextTokens:
+        assert sampler is None, "the script chooses greedily"
         self._on_step()
         self.num_decodes += 1
         assert token_ids.shape == slot_lens.shape == (self.num_slots,)
@@ -84,7 +96,7 @@ class ScriptedModel:
     def warm_up(self, on_graph: OnGraph) -> None:
         for number in range(1, 4):
             self._on_step()
-            on_graph(Graph("decode", number), number, 3)
+            on_graph(Graph("decode", number, has_sampler=False), number, 3)
         self._prompts = [()] * self.num_slots
         self._cells = [[] for _ in range(self.num_slots)]
 
@@ -123,7 +135,14 @@ class ScriptedModel:
 def _next_tokens(chosen: Sequence[int | None]) -> NextTokens:
     """Results that may not be used are out of any vocabulary, so that nobody can use them unnoticed."""
     ids = np.array([2**30 if id is None else id for id in chosen], np.int32)
-    return NextTokens(ids=ids, logprobs=np.array([logprob_of(int(id)) for id in ids], np.float32))
+    none = np.zeros((len(ids), 0), np.float32)
+    return NextTokens(
+        ids=ids,
+        logprobs=np.array([logprob_of(int(id)) for id in ids], np.float32),
+        top_ids=none.astype(np.int32),
+        top_logprobs=none,
+        prompt_logprobs={},
+    )
 
 
 @dataclass

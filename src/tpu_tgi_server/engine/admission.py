@@ -12,9 +12,9 @@ from tpu_tgi_server.engine.validation import check_batch, check_prompt, check_re
 class Admission:
     """Owns the tokenizer, the grammar compiler and the limits: all that decides whether a request can be served."""
 
-    def __init__(self, tokenizer: Tokenizer, grammars: GrammarCompiler, limits: Limits, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, vocab_size: int) -> None:
         self._tokenizer = tokenizer
-        self._grammars = grammars
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
         self._limits = limits
         self._vocab_size = vocab_size
 

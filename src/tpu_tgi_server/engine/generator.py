@@ -14,14 +14,8 @@ from tpu_tgi_server.engine.admission import Admission
 from tpu_tgi_server.engine.batches import BatchTable
 from tpu_tgi_server.engine.sequence import Sequence
 from tpu_tgi_server.engine.slots import SlotTable
-from tpu_tgi_server.engine.types import (
-    Batch,
-    CachedBatch,
-    EngineError,
-    ErrorKind,
-    Generation,
-    StepResult,
-)
+from tpu_tgi_server.engine.tokenizer import Tokenizer
+from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, ErrorKind, Generation, Limits, StepResult
 from tpu_tgi_server.model.interface import Model, NextTokens, OnGraph, Prompt
 
 
@@ -31,11 +25,11 @@ class Generator:
     Every method either does all that it says or raises `EngineError` and changes nothing.
     """
 
-    def __init__(self, model: Model, admission: Admission, slots: SlotTable, max_total_tokens: int) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, limits: Limits, watermark_gamma: float = 0.5) -> None:
         self._model = model
-        self._admission = admission
-        self._slots = slots
-        self._max_total_tokens = max_total_tokens
+        self._admission = Admission(tokenizer, limits, model.vocab_size)
+        self._slots = SlotTable(limits.num_slots, model.vocab_size, watermark_gamma)
+        self._max_total_tokens = limits.max_total_tokens
         self._batches = BatchTable()
         self._sequences: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -99,7 +93,8 @@ class Generator:
         self._model.warm_up(on_graph)
 
     def _probe(self, sequence: Sequence) -> Generation:
-        """Answer a liveness probe through the model, in the scratch cell of whatever slot is there."""
+        """Answer a liveness probe with one token of the model, in the scratch cell of whatever slot is there."""
+        sequence.max_new_tokens = 1
         prompt = Prompt(0, sequence.prompt_ids, is_kept=False, slot_len=int(self._slots.slot_lens[0]))
         with self._forward_clock():
             chosen = self._model.prefill([prompt], None)

@@ -6,15 +6,10 @@ from loguru import logger
 from transformers import PreTrainedConfig
 
 from tpu_tgi_server.config import Settings
-from tpu_tgi_server.engine.admission import Admission
 from tpu_tgi_server.engine.generator import Generator
-from tpu_tgi_server.engine.grammar import GrammarCompiler
-from tpu_tgi_server.engine.slots import SlotTable
-from tpu_tgi_server.engine.tokenizer import Tokenizer, load_tokenizer
+from tpu_tgi_server.engine.tokenizer import load_tokenizer
 from tpu_tgi_server.engine.types import Limits, ModelInfo
-from tpu_tgi_server.engine.watermark import Watermark
 from tpu_tgi_server.model import loading
-from tpu_tgi_server.model.interface import Model
 from tpu_tgi_server.model.runner import ModelRunner
 from tpu_tgi_server.runtime.interface import Runtime
 
@@ -65,14 +60,7 @@ def load_generator(
         limits=limits,
         sliding_window=getattr(config, "sliding_window", None),
     )
-    return make_generator(model, tokenizer, limits, settings.watermark_gamma), info
-
-
-def make_generator(model: Model, tokenizer: Tokenizer, limits: Limits, watermark_gamma: float) -> Generator:
-    """Put an engine around a model."""
-    admission = Admission(tokenizer, GrammarCompiler(tokenizer, model.vocab_size), limits, model.vocab_size)
-    slots = SlotTable(limits.num_slots, model.vocab_size, Watermark(model.vocab_size, watermark_gamma))
-    return Generator(model, admission, slots, limits.max_total_tokens)
+    return Generator(model, tokenizer, limits, settings.watermark_gamma), info
 
 
 def resolve_limits(settings: Settings, config: PreTrainedConfig) -> Limits:

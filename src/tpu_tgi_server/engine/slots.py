@@ -22,12 +22,12 @@ class SlotTable:
         slot_lens: int32 [B], how many positions of each slot are written; 0 for free slots.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, watermark: Watermark) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, watermark_gamma: float) -> None:
         self.token_ids = np.zeros(num_slots, np.int32)
         self.slot_lens = np.zeros(num_slots, np.int32)
         self._free = list(range(num_slots))
         self._num_mask_words = -(-vocab_size // 32)
-        self._watermark = watermark
+        self._watermark = Watermark(vocab_size, watermark_gamma)
         self._seeds = np.zeros(num_slots, np.uint64)
         self._steps = np.zeros(num_slots, np.uint64)
         self._is_sampled = np.zeros(num_slots, np.int32)

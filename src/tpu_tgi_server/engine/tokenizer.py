@@ -20,7 +20,7 @@ class Tokenizer:
         self.special_ids = frozenset((*tokenizer.all_special_ids, *added))
 
     def encode(self, text: str, truncate: int, add_special_tokens: bool | None) -> list[int]:
-        """Token ids of a prompt.
+        """Token ids of a prompt; the BOS token for a prompt without any, if the tokenizer has one.
 
         Args:
             text: the prompt.
@@ -32,6 +32,8 @@ class Tokenizer:
         if add_special_tokens is None:
             add_special_tokens = not (self._bos_text and text.startswith(self._bos_text))
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not ids and self._tokenizer.bos_token_id is not None:
+            return [self._tokenizer.bos_token_id]
         if not truncate or len(ids) <= truncate:
             return ids
         num_prefix = self._num_added_before(ids) if add_special_tokens else 0

@@ -111,11 +111,8 @@ class Batch:
 
     @property
     def is_liveness_probe(self) -> bool:
-        """One greedy token for the reserved id: TGI's router asks this to see whether the shard is alive."""
-        if len(self.requests) != 1:
-            return False
-        request = self.requests[0]
-        return request.id == LIVENESS_ID and request.stopping.max_new_tokens == 1 and not request.needs_sampler
+        """The reserved id, alone: TGI's router asks this to see whether the shard is alive."""
+        return [request.id for request in self.requests] == [LIVENESS_ID]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from math import inf, isfinite
 
-from tpu_tgi_server.engine.types import Batch, EngineError, ErrorKind, GrammarType, Limits, Request
+from tpu_tgi_server.engine.types import LIVENESS_ID, Batch, EngineError, ErrorKind, GrammarType, Limits, Request
 from tpu_tgi_server.model.interface import MAX_TOP_TOKENS
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
@@ -28,6 +28,8 @@ def check_batch(batch: Batch, live_request_ids: Collection[int]) -> None:
     repeated = {id for id in ids if ids.count(id) > 1} | set(ids).intersection(live_request_ids)
     if repeated:
         raise _invalid(f"request id {min(repeated)} is used twice")
+    if batch.is_liveness_probe and batch.requests[0].needs_sampler:
+        raise _invalid(f"request id {LIVENESS_ID} is the liveness probe, which takes one token greedily")
 
 
 def check_request(request: Request, vocab_size: int) -> None:

@@ -7,7 +7,6 @@ with 15485863 times the previous token, of which the first part is green.
 from functools import lru_cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 HASH_KEY = 15485863
@@ -24,6 +23,8 @@ class Watermark:
 
     def _green_bits(self, previous_id: int) -> NDArray[np.int32]:
         """int32 [ceil(V / 32)], bit set for the tokens that are favoured after `previous_id`, lowest bit first."""
+        import torch  # here, so that an engine without watermarks needs no torch
+
         generator = torch.Generator().manual_seed(HASH_KEY * previous_id)
         green = torch.randperm(self._vocab_size, generator=generator)[: self._num_green].numpy()
         is_green = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
