@@ -399,7 +399,7 @@ def test_the_cache_returns_the_same_grammar_and_is_bounded(tokenizer: Tokenizer)
     for count in range(3, MAX_CACHED_GRAMMARS + 2):
         assert compiler.compile("a{1}", GrammarType.REGEX) is first
         compiler.compile(f"a{{{count}}}", GrammarType.REGEX)
-    assert compiler.num_cached == MAX_CACHED_GRAMMARS
+    assert len(compiler._cache) == MAX_CACHED_GRAMMARS
     assert compiler.compile("a{1}", GrammarType.REGEX) is first
     assert compiler.compile("a{2}", GrammarType.REGEX) is not second
 

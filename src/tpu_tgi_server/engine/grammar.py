@@ -145,11 +145,6 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._free_places = threading.Semaphore(MAX_COMPILING)
 
-    @property
-    def num_cached(self) -> int:
-        """How many grammars are kept."""
-        return len(self._cache)
-
     def compile(self, grammar: str, grammar_type: GrammarType) -> Grammar:
         """The compiled grammar, from the cache if it was used lately.
 
@@ -163,8 +158,7 @@ class GrammarCompiler:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        lark = to_lark(grammar, grammar_type)
-        compiled = self._build(lark)
+        compiled = self._build(to_lark(grammar, grammar_type))
         if compiled.error:
             raise refused(explained(compiled.error))
         with self._lock:
@@ -174,16 +168,15 @@ class GrammarCompiler:
         return compiled
 
     def _build(self, lark: str) -> Grammar:
-        """Build on a thread of its own, since llguidance cannot be interrupted; one that is late is left to end alone.
-
-        Raises:
-            EngineError: INVALID, when it is late or fails.
-        """
+        """Build on a thread of its own, as llguidance cannot be interrupted; a late one is left to end alone."""
         built: list[Grammar] = []
+
+        def matcher() -> LLMatcher:
+            return LLMatcher(self._tokenizer, lark, limits=self._limits, log_level=0)
 
         def build() -> None:
             try:
-                built.append(Grammar(lambda: self._matcher(lark), *self._masks))
+                built.append(Grammar(matcher, *self._masks))
             finally:
                 self._free_places.release()
 
@@ -196,9 +189,6 @@ class GrammarCompiler:
         if not built:
             raise refused(f"it does not compile within {MAX_COMPILE_SECONDS:g} seconds")
         return built[0]
-
-    def _matcher(self, lark: str) -> LLMatcher:
-        return LLMatcher(self._tokenizer, lark, limits=self._limits, log_level=0)
 
 
 def _packed(ids: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
