@@ -54,6 +54,23 @@ class Tokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest id; the model's vocabulary may be larger or smaller."""
+        ids: list[int] = list(self._tokenizer.get_vocab().values())
+        return 1 + max(ids)
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json.
+
+        Raises:
+            ValueError: it is not one of the tokenizers library, so it has no such text.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(self._tokenizer).__name__} has no tokenizer.json")
+        return str(backend.to_str())
+
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder, with the end ids of its generation_config.json (an id, a list, or none).
