@@ -30,6 +30,13 @@ def prefill_one(stub: Any, batch_id: int = 1, num_requests: int = 1, new: int = 
 
 
 @contextmanager
+def serving(folder: Path, faults: Faults) -> Iterator[tuple[ServerProcess, Any]]:
+    """A server that is ready and ends well, and a stub."""
+    with ready_server(start_scripted_server(folder, faults)) as server, server.connect() as stub:
+        yield server, stub
+
+
+@contextmanager
 def decoding(folder: Path, faults: Faults) -> Iterator[tuple[ServerProcess, Any, Any]]:
     """A server in the middle of a Decode: the server, a stub, and the call's future."""
     with start_scripted_server(folder, faults) as server:
