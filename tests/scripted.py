@@ -45,7 +45,7 @@ class ScriptedModel:
         limits: Limits,
         script: Script | None = None,
         max_prefill_tokens: int | None = None,
-        on_step: Callable[[], None] = lambda: None,
+        on_step: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.vocab_size = VOCAB_SIZE
         self.num_slots = limits.num_slots
@@ -60,7 +60,7 @@ class ScriptedModel:
 
     def prefill(self, prompts: Sequence[Prompt], sampler: SamplerInputs | None) -> NextTokens:
         assert sampler is None, "the script chooses greedily"
-        self._on_step()
+        self._on_step("prefill")
         self.num_prefills += 1
         slots = [prompt.slot for prompt in prompts]
         assert 0 < len(prompts) <= self.num_slots
@@ -81,7 +81,7 @@ class ScriptedModel:
         sampler: SamplerInputs | None,
     ) -> NextTokens:
         assert sampler is None, "the script chooses greedily"
-        self._on_step()
+        self._on_step("decode")
         self.num_decodes += 1
         assert token_ids.shape == slot_lens.shape == (self.num_slots,)
         assert token_ids.dtype == slot_lens.dtype == np.int32
@@ -95,7 +95,7 @@ class ScriptedModel:
 
     def warm_up(self, on_graph: OnGraph) -> None:
         for number in range(1, 4):
-            self._on_step()
+            self._on_step("warm_up")
             on_graph(Graph("decode", number, has_sampler=False), number, 3)
         self._prompts = [()] * self.num_slots
         self._cells = [[] for _ in range(self.num_slots)]
@@ -147,25 +147,31 @@ def _next_tokens(chosen: Sequence[int | None]) -> NextTokens:
 
 @dataclass
 class Faults:
-    """What a scripted agent does besides generating; read from the model id, as JSON."""
+    """What a scripted agent does besides generating; read from the model id, as JSON. Times are in seconds."""
 
-    step_s: float = 0.0
     load_s: float = 0.0
     load_error: str = ""
-    step_error: str = ""
-    num_warnings: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decode_error: str = ""
+    num_warnings_a_decode: int = 0
+    warm_up_s: float = 0.0
 
     def on_load(self) -> None:
         if self.load_error:
             raise ValueError(self.load_error)
         time.sleep(self.load_s)
 
-    def on_step(self) -> None:
-        if self.step_error:
-            raise RuntimeError(self.step_error)
-        for number in range(self.num_warnings):
-            logger.warning("warning {} of the agent, with \n a line break and ünïcödé", number)
-        time.sleep(self.step_s)
+    def on_step(self, kind: str) -> None:
+        """Say in the log that a step begins, then do it the hard way."""
+        logger.info("{} begins", kind)
+        seconds: float = getattr(self, f"{kind}_s")
+        time.sleep(seconds)
+        if kind == "decode":
+            for number in range(self.num_warnings_a_decode):
+                logger.warning("warning {} with a line break\n and ünïcödé", number)
+            if self.decode_error:
+                raise RuntimeError(self.decode_error)
 
 
 def load_scripted(

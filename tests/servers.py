@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import psutil
@@ -29,6 +30,7 @@ class ServerProcess:
     process: "subprocess.Popen[bytes]"
     socket: Path
     log: Path
+    errors: Path
 
     @property
     def pid(self) -> int:
@@ -58,6 +60,10 @@ class ServerProcess:
         wait_for(lambda: text in self.log.read_text() or self.process.poll() is not None, START_TIMEOUT_S, text)
         assert self.process.poll() is None, self.log.read_text()
 
+    def records(self) -> list[dict[str, Any]]:
+        """The log of a server with --json-output; fails if a line is not a record."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
     def wait_until_gone(self, timeout_s: float) -> int:
         """Wait for the end of all processes; the root's exit status."""
         deadline = time.monotonic() + timeout_s
@@ -78,38 +84,44 @@ def start_server(folder: Path, arguments: Sequence[str]) -> Iterator[ServerProce
     """Start a server with `python ARGUMENTS`; at the end it is killed if it still runs."""
     log = folder / "server.log"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as output:
+    with (folder / "server.err").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
             env=environment,
             start_new_session=True,
         )
-    server = ServerProcess(process, Path(f"{folder / 'uds'}-0"), log)
+    log.touch()
+    copier = threading.Thread(target=_copy, args=(process.stdout, log))
+    copier.start()
+    server = ServerProcess(process, Path(f"{folder / 'uds'}-0"), log, folder / "server.err")
     try:
         yield server
     finally:
         for survivor in server.survivors():
             survivor.kill()
         process.wait()
+        copier.join()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
-def start_model_server(folder: Path, model: Path | str, *options: str) -> "Any":
+def start_model_server(folder: Path, model: Path | str, *options: str) -> AbstractContextManager[ServerProcess]:
     """The real command with a real model."""
     command = ["-m", "tpu_tgi_server.cli", "--model-id", str(model), "--uds-path", str(folder / "uds"), *options]
     return start_server(folder, command)
 
 
-def start_scripted_server(folder: Path, faults: Faults) -> "Any":
+def start_scripted_server(folder: Path, faults: Faults) -> AbstractContextManager[ServerProcess]:
     """A server whose agent follows a script."""
     return start_server(folder, ["-m", "tests.scripted_server", str(folder / "uds"), json.dumps(asdict(faults))])
 
 
 @contextmanager
-def ready_server(starting: Any) -> Iterator[ServerProcess]:
+def ready_server(starting: AbstractContextManager[ServerProcess]) -> Iterator[ServerProcess]:
     """A started server that is ready, and that must end cleanly on SIGTERM."""
     with starting as server:
         server.wait_for_socket()
@@ -130,6 +142,13 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str | Callabl
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
     return result
+
+
+def _copy(source: IO[bytes], target: Path) -> None:
+    """Read a server's standard output through a pipe, as TGI's launcher does."""
+    with target.open("wb", buffering=0) as log:
+        while data := os.read(source.fileno(), 1 << 16):
+            log.write(data)
 
 
 def _session(process: psutil.Process) -> int | None:

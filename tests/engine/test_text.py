@@ -177,7 +177,7 @@ def test_pushing_costs_the_same_at_every_length() -> None:
 
     stream = TextStream(Counting(byte_level_tokenizer()), list(range(40, 90)))
     for _ in range(200):
-        stream.push(70, is_last=False)
+        stream.push(70)
     assert max(lengths) <= 6
 
 

@@ -25,6 +25,7 @@ from tpu_tgi_server.model.sampling import (
     SamplerTensors,
     Stages,
     choose,
+    choose_greedily,
     draw,
     filtered_probabilities,
     process_scores,
@@ -280,3 +281,17 @@ def test_prompt_logprobs_are_log_softmax_of_the_next_tokens() -> None:
     next_ids = torch.arange(12, dtype=torch.int32) * 3
     expected = torch.log_softmax(logits, -1)[torch.arange(12), next_ids.long()]
     torch.testing.assert_close(prompt_logprobs(logits, next_ids), expected)
+
+
+def test_greedy_choice_is_the_best_token_with_its_log_softmax_in_float32() -> None:
+    logits = random_logits(9, 4, 1000, 1.0).bfloat16()
+    ids, logprobs = choose_greedily(logits).reshape(2, 4)
+    assert ids.tolist() == logits.float().argmax(-1).tolist()
+    expected = torch.log_softmax(logits.float(), -1).gather(1, ids.long()[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=0)
+
+
+def test_large_ids_are_exact() -> None:
+    logits = torch.zeros(1, 262_145)
+    logits[0, 262_143] = 1.0
+    assert int(choose_greedily(logits)[0]) == 262_143

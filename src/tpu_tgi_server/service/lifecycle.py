@@ -41,10 +41,7 @@ async def serve(settings: Settings, on_progress: Callable[[Progress], None], loa
         if not starting.done():
             starting.cancel()
             return 0
-        await _serve_until(stop, settings, mailbox, starting.result())
-        if not mailbox.died.done():
-            return 0
-        logger.error("stopping: {}", mailbox.died.result())
+        return await _serve_until(stop, settings, mailbox, starting.result())
     except AgentDiedError as error:
         logger.error("could not start: {}", error)
     finally:
@@ -52,7 +49,8 @@ async def serve(settings: Settings, on_progress: Callable[[Progress], None], loa
     return 1
 
 
-async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox: RootMailbox, info: ModelInfo) -> None:
+async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox: RootMailbox, info: ModelInfo) -> int:
+    """Serve until told to stop (status 0) or until the agent dies (status 1)."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -68,6 +66,10 @@ async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox
         await server.start()
         logger.info("serving on {}", settings.socket_path)
         await _first(stop, mailbox.died)
+        if not mailbox.died.done():
+            return 0
+        logger.error("stopping: {}", mailbox.died.result())
+        return 1
     finally:
         stopping = asyncio.create_task(server.stop(LAST_WORDS_S))
         settings.socket_path.unlink(missing_ok=True)

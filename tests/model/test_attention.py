@@ -1,0 +1,140 @@
+"""Attention over the slot cache against torch's own."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, attend, slot_attention
+from tpu_tgi_server.model.cache import StaticCacheXla
+
+NUM_SLOTS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, MAX_LEN = 3, 2, 6, 8, 16
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def new_cache() -> StaticCacheXla:
+    """A cache of one layer whose cells hold large numbers, so that a read of a cell that was not written shows."""
+    return StaticCacheXla(*[[torch.full((NUM_SLOTS, NUM_KV_HEADS, MAX_LEN, HEAD_SIZE), 1e4)] for _ in range(2)])
+
+
+def heads(num_heads: int, num_tokens: int, num_rows: int = 1) -> Tensor:
+    return torch.randn(num_rows, num_heads, num_tokens, HEAD_SIZE)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def peer(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    output = scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2)
+
+
+def causal_mask(num_tokens: int, window: int | None) -> Tensor:
+    distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+@pytest.mark.parametrize("scaling", [HEAD_SIZE**-0.5, 0.3])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_attend_equals_torch_with_grouped_heads(num_rows: int, scaling: float) -> None:
+    query = heads(NUM_HEADS, 5, num_rows)
+    keys, values = heads(NUM_KV_HEADS, 5, num_rows), heads(NUM_KV_HEADS, 5, num_rows)
+    mask = causal_mask(5, None)
+    torch.testing.assert_close(
+        attend(query, keys, values, mask, scaling, None), peer(query, keys, values, mask, scaling)
+    )
+
+
+def test_attend_caps_scores_as_written_out_by_hand() -> None:
+    query, keys, values = heads(NUM_HEADS, 5), heads(NUM_KV_HEADS, 5), heads(NUM_KV_HEADS, 5)
+    mask = causal_mask(5, None)
+    repeated_keys, repeated_values = (tensor.repeat_interleave(3, dim=1) for tensor in (keys, values))
+    scores = 2.0 * torch.tanh(query @ repeated_keys.mT * 0.9 / 2.0)
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    expected = (weights @ repeated_values).transpose(1, 2)
+    torch.testing.assert_close(attend(query, keys, values, mask, 0.9, 2.0), expected)
+
+
+def test_attend_accumulates_in_float32() -> None:
+    query, keys, values = heads(NUM_HEADS, 4), heads(NUM_KV_HEADS, 4), heads(NUM_KV_HEADS, 4)
+    query, keys, values = query.bfloat16(), keys.bfloat16(), values.bfloat16()
+    mask = causal_mask(4, None)
+    exact = peer(query.float(), keys.float(), values.float(), mask, 0.3)
+    output = attend(query, keys, values, mask, 0.3, None)
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output, exact.bfloat16(), rtol=0, atol=0)
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+@pytest.fixture(params=[None, 3], ids=["full", "window"])
+def window(request: pytest.FixtureRequest) -> int | None:
+    window: int | None = request.param
+    return window
+
+
+def run(
+    query: Tensor, keys: Tensor, values: Tensor, step: PrefillStep | DecodeStep, window: int | None = None
+) -> Tensor:
+    return slot_attention(Layer(), query, keys, values, None, slot_step=step, sliding_window=window)[0]
+
+
+def prefill_step(cache: StaticCacheXla, *prompts: tuple[int, int]) -> PrefillStep:
+    """Prompts given by slot and length, packed in a row."""
+    segments = [number for number, (_, length) in enumerate(prompts) for _ in range(length)]
+    positions = [position for _, length in prompts for position in range(length)]
+    slots = [slot for slot, length in prompts for _ in range(length)]
+    return PrefillStep(cache, int32(*segments), int32(*positions), int32(*slots), int32(*positions))
+
+
+def test_packed_prompts_do_not_see_each_other(window: int | None) -> None:
+    query, keys, values = heads(NUM_HEADS, 9), heads(NUM_KV_HEADS, 9), heads(NUM_KV_HEADS, 9)
+    output = run(query, keys, values, prefill_step(new_cache(), (2, 4), (0, 5)), window)
+    for part in (slice(0, 4), slice(4, 9)):
+        alone = [tensor[:, :, part] for tensor in (query, keys, values)]
+        expected = peer(*alone, causal_mask(part.stop - part.start, window), HEAD_SIZE**-0.5)
+        torch.testing.assert_close(output[:, part], expected)
+
+
+def test_decode_continues_each_slot_at_its_own_length(window: int | None) -> None:
+    """Prefill of all but the last token, then a decode, equals the last row of full attention."""
+    cache, lengths = new_cache(), (4, 1, 7)
+    full = [[heads(num, length) for num in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)] for length in lengths]
+    for slot, (query, keys, values) in enumerate(full):
+        head = [tensor[:, :, :-1] for tensor in (query, keys, values)]
+        if lengths[slot] > 1:
+            run(*head, prefill_step(cache, (slot, lengths[slot] - 1)), window)
+    last = [torch.cat([tensors[part][:, :, -1:] for tensors in full]) for part in range(3)]
+    positions = int32(*[length - 1 for length in lengths])
+    step = DecodeStep(cache, positions, torch.arange(NUM_SLOTS, dtype=torch.int32), context_len=8)
+    output = run(*last, step, window)
+    for slot, (query, keys, values) in enumerate(full):
+        expected = peer(query, keys, values, causal_mask(lengths[slot], window), HEAD_SIZE**-0.5)
+        torch.testing.assert_close(output[slot, 0], expected[0, -1])
+
+
+def test_attention_sinks_are_refused() -> None:
+    query, keys = heads(NUM_HEADS, 2), heads(NUM_KV_HEADS, 2)
+    with pytest.raises(NotImplementedError, match="sinks"):
+        slot_attention(
+            Layer(), query, keys, keys, None, slot_step=prefill_step(new_cache(), (0, 2)), s_aux=torch.zeros(6)
+        )
+
+
+def test_cache_writes_only_the_cells_that_are_named() -> None:
+    cache = new_cache()
+    keys, values = torch.randn(2, NUM_KV_HEADS, HEAD_SIZE), torch.randn(2, NUM_KV_HEADS, HEAD_SIZE)
+    cache.write(0, int32(2, 0), int32(5, 15), keys, values)
+    torch.testing.assert_close(cache.keys[0][2, :, 5], keys[0])
+    torch.testing.assert_close(cache.values[0][0, :, 15], values[1])
+    for tensor in (*cache.keys, *cache.values):
+        tensor[2, :, 5] = tensor[0, :, 15] = 1e4
+        assert bool((tensor == 1e4).all())
