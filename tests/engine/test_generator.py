@@ -284,7 +284,7 @@ def test_warm_up_is_refused_while_a_request_is_live(driver: ScriptedDriver) -> N
 def test_no_request_is_live_after_warm_up(driver: ScriptedDriver) -> None:
     graphs = []
     driver.generator.warm_up(lambda graph, number, total: graphs.append((str(graph), number, total)))
-    assert graphs == [("decode 1", 1, 3), ("decode 2", 2, 3), ("decode 3", 3, 3)]
+    assert graphs == [(f"decode {number} greedy", number, 3) for number in (1, 2, 3)]
     driver.check_all_slots_free()
 
 

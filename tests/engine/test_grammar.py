@@ -167,7 +167,7 @@ def say(state: GrammarState, tokenizer: Tokenizer, text: str) -> None:
 def check_regex(compiler: GrammarCompiler, tokenizer: Tokenizer, pattern: str, num_walks: int) -> None:
     grammar = compiler.compile(pattern, GrammarType.REGEX)
     for seed in range(num_walks):
-        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed), skip_special_tokens=False)
+        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed))
         assert re.fullmatch(pattern, text), text
 
 
@@ -175,7 +175,7 @@ def check_schema(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: object
     grammar = compiler.compile(json.dumps(schema), GrammarType.JSON)
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())  # type: ignore[arg-type]
     for seed in range(num_walks):
-        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed), skip_special_tokens=False)
+        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed))
         validator.validate(json.loads(text))
 
 
@@ -209,7 +209,7 @@ def test_character_classes_match_whether_they_are_read_as_ascii_or_unicode(
 ):
     grammar = compiler.compile(pattern, GrammarType.REGEX)
     for seed in range(30):
-        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed), skip_special_tokens=False)
+        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed))
         assert re.fullmatch(pattern, text), text
         assert re.fullmatch(pattern, text, re.ASCII), text
 
@@ -374,7 +374,7 @@ def test_a_request_goes_on_when_others_used_up_the_limit_of_the_shared_lexer(tok
     used: list[Grammar] = []
     for seed in range(20):
         pristine = grammar._pristine
-        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed, 3000), skip_special_tokens=False)
+        text = tokenizer.decode(walk(grammar.start(), tokenizer.eos_ids, seed, 3000))
         assert re.fullmatch(pattern, text)
         used += [grammar] if grammar._pristine is not pristine else []
     assert used, "the limit was never hit: the test does not test"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tpu_tgi_server.model import buckets
 from tpu_tgi_server.model.interface import Prompt
-from tpu_tgi_server.model.runner import pack_prompts
+from tpu_tgi_server.model.packing import pack_prompts
 
 NUM_SLOTS = 6
 MAX_TOTAL_TOKENS = 32
@@ -44,14 +44,15 @@ def test_every_token_is_in_its_prompts_place_and_padding_in_scratch(packed_promp
             [token, segment, position, prompt.slot, cell]
             for position, (token, cell) in enumerate(zip(prompt.token_ids, cells, strict=True))
         ]
-        assert last_indexes[segment] == end - 1
+        assert last_indexes[prompt.slot] == end - 1
         start = end
     last = packed_prompts[-1]
     scratch = len(last.token_ids) if last.is_kept else last.slot_len
     for _, segment, _, slot, cell in columns[start:]:
         assert segment == len(packed_prompts), "padding is seen by a prompt"
         assert (slot, cell) == (last.slot, scratch)
-    assert last_indexes[len(packed_prompts) :] == [0] * (NUM_SLOTS - len(packed_prompts))
+    unused = set(range(NUM_SLOTS)) - {prompt.slot for prompt in packed_prompts}
+    assert all(last_indexes[slot] == 0 for slot in unused)
 
 
 @given(st.integers(1, 5000))
@@ -73,7 +74,8 @@ def test_decode_buckets_end_with_the_whole_cache(max_total_tokens: int) -> None:
 
 def test_the_list_of_graphs() -> None:
     names = [str(graph) for graph in buckets.graphs(max_input_tokens=100, max_total_tokens=600)]
-    assert names == ["prefill 16", "prefill 32", "prefill 64", "prefill 128", "decode 256", "decode 512", "decode 600"]
+    shapes = ["prefill 16", "prefill 32", "prefill 64", "prefill 128", "decode 256", "decode 512", "decode 600"]
+    assert names == [f"{shape} greedy" for shape in shapes] + [f"{shape} sampled" for shape in shapes]
 
 
 @pytest.mark.parametrize(("size", "bucket"), [(1, 16), (16, 16), (17, 32), (40, 40)])

@@ -1,6 +1,7 @@
 """From a request to a sequence that can start: checked, tokenised, with its grammar compiled."""
 
 from collections.abc import Collection
+from functools import cached_property
 
 from tpu_tgi_server.engine.grammar import GrammarCompiler, GrammarState
 from tpu_tgi_server.engine.sequence import Sequence
@@ -14,7 +15,6 @@ class Admission:
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, vocab_size: int) -> None:
         self._tokenizer = tokenizer
-        self._grammars = GrammarCompiler(tokenizer, vocab_size)
         self._limits = limits
         self._vocab_size = vocab_size
 
@@ -40,6 +40,11 @@ class Admission:
             grammar=self._grammar(request),
         )
 
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Made for the first request with a grammar: it takes tenths of a second, and not every tokenizer will do."""
+        return GrammarCompiler(self._tokenizer, self._vocab_size)
+
     def _grammar(self, request: Request) -> GrammarState | None:
         sampling = request.sampling
         if not sampling.has_grammar:
@@ -48,3 +53,5 @@ class Admission:
             return self._grammars.compile(sampling.grammar, sampling.grammar_type).start()
         except EngineError as error:
             raise refused(request, error.message) from error
+        except ValueError as error:
+            raise refused(request, f"grammar is not supported with this model: {error}") from error

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from tpu_tgi_server.engine.randomness import uniform
 from tpu_tgi_server.engine.sequence import Sequence
 from tpu_tgi_server.engine.types import Sampling
-from tpu_tgi_server.engine.watermark import Watermark
 from tpu_tgi_server.model.interface import SamplerInputs
+from tpu_tgi_server.model.watermark import Watermark
 
 UINT64 = 2**64
 

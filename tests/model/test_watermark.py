@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from tpu_tgi_server.engine.watermark import Watermark
+from tpu_tgi_server.model.watermark import Watermark
 
 
 def test_green_list_is_the_first_part_of_a_permutation_seeded_with_the_previous_token() -> None:
