@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from tests.driver import Driver, GeneratorStub, new_request
+from tests.parameters import random_request
 from tests.reference import prompt_of_len
 from tpu_tgi_server.config import Device, Settings
 from tpu_tgi_server.engine.generator import Generator
@@ -32,17 +33,17 @@ class Facts:
     num_graphs: int
     num_compiled_while_loading: int
     num_compiled_by_warm_up: int
-    num_aliased_buffers_per_graph: float
+    num_aliased_buffers: int
     num_compiled_by_requests: int
     num_compiled_by_second_warm_up: int
 
 
-def aliased_buffers() -> tuple[int, float]:
-    """How many graphs reported donated buffers, and how many buffers in all."""
+def aliased_buffers() -> int:
+    """How many buffers all graphs together update in place."""
     import torch_xla.debug.metrics as metrics
 
     data = metrics.metric_data("InputOutputAliasCount")
-    return (0, 0.0) if data is None else (int(data[0]), float(data[1]))
+    return 0 if data is None else int(data[1])
 
 
 def collect(runtime: Runtime, folder: str, num_slots: int, num_requests: int) -> Facts:
@@ -58,7 +59,7 @@ def collect(runtime: Runtime, folder: str, num_slots: int, num_requests: int) ->
     counts.append(runtime.num_compilations())
     generator.warm_up(lambda *_: None)
     counts.append(runtime.num_compilations())
-    num_donating, num_aliased = aliased_buffers()
+    num_aliased = aliased_buffers()
     send_random_requests(generator, num_requests)
     counts.append(runtime.num_compilations())
     generator.warm_up(lambda *_: None)
@@ -68,7 +69,7 @@ def collect(runtime: Runtime, folder: str, num_slots: int, num_requests: int) ->
         num_graphs=len(buckets.graphs(MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS)),
         num_compiled_while_loading=loading,
         num_compiled_by_warm_up=warm_up,
-        num_aliased_buffers_per_graph=num_aliased / max(num_donating, 1),
+        num_aliased_buffers=num_aliased,
         num_compiled_by_requests=requests,
         num_compiled_by_second_warm_up=second,
     )
@@ -84,7 +85,7 @@ def send_random_requests(generator: Generator, num_requests: int) -> None:
         batches = [running] if running else []
         if sent < num_requests and chance.random() < 0.5:
             size = min(chance.randint(1, 4), num_requests - sent)
-            joining = driver.prefill(sent, *[random_request(chance, sent + number) for number in range(size)])
+            joining = driver.prefill(sent, *[any_request(chance, sent + number) for number in range(size)])
             sent += size
             batches += [joining] if joining else []
         if batches and chance.random() < 0.1:
@@ -95,11 +96,10 @@ def send_random_requests(generator: Generator, num_requests: int) -> None:
     assert len(driver.answers) == num_requests
 
 
-def random_request(chance: random.Random, number: int) -> pb.Request:
+def any_request(chance: random.Random, number: int) -> pb.Request:
     if number % 50 == 49:
         return new_request(number, prompt_of_len(3), new=MAX_TOTAL_TOKENS)
-    prompt = prompt_of_len(chance.randint(1, MAX_INPUT_TOKENS))
-    return new_request(number, prompt, new=chance.randint(1, 12), ignore_eos=chance.random() < 0.5)
+    return random_request(chance, number, MAX_INPUT_TOKENS, max_new_tokens=12)
 
 
 def run(_rank: int, runtime: Runtime, folder: str, num_slots: int, num_requests: int) -> None:
