@@ -58,7 +58,7 @@ def error_of(call: Any, timeout_s: float) -> Any:
 def assert_health_fails(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as failure:
         stub.Health(pb.HealthRequest(), timeout=5)
-    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_killed_agent_ends_the_call_and_the_server(tmp_path: Path) -> None:
@@ -192,7 +192,9 @@ def assert_health_is_fast(stub: Any, busy: Any) -> None:
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_cancelled_call_frees_its_slots(tmp_path: Path, kind: str) -> None:
     with (
-        ready_server(start_scripted_server(tmp_path, Faults(**{f"{kind}_s": 0.5}))) as server,
+        ready_server(
+            start_scripted_server(tmp_path, Faults(prefill_s=0.5) if kind == "prefill" else Faults(decode_s=0.5))
+        ) as server,
         server.connect() as stub,
     ):
         if kind == "prefill":
