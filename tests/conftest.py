@@ -8,9 +8,14 @@ os.environ.pop("PJRT_DEVICE", None)
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.tiny_model import save_tiny_model
+
+# the same examples everywhere, however slow the machine
+hypothesis.settings.register_profile("tests", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

@@ -8,28 +8,30 @@ import pytest
 
 from tests.servers import ROOT
 
-pytest.importorskip("grpc_tools")
 
-
-def test_stubs_are_generated_where_they_are_asked_for_and_importable(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with newly generated stubs."""
+    folder = tmp_path_factory.mktemp("stubs")
     generate = "import sys, setuptools; setuptools.setup = lambda **_: None; import setup, pathlib; "
     generate += "setup.generate_stubs(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", generate, str(tmp_path)], cwd=ROOT, check=True)
-    made = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    subprocess.run([sys.executable, "-c", generate, str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+def test_stubs_are_generated_where_they_are_asked_for_and_importable(generated: Path) -> None:
+    made = {str(path.relative_to(generated)) for path in generated.rglob("*") if path.is_file()}
     stubs = {f"tpu_tgi_server/pb/v2/{name}" for name in ("generate_pb2.py", "generate_pb2.pyi", "generate_pb2_grpc.py")}
     assert made == {*stubs, "tpu_tgi_server/pb/__init__.py", "tpu_tgi_server/pb/v2/__init__.py"}
     use = "from tpu_tgi_server.pb.v2 import generate_pb2, generate_pb2_grpc; print(generate_pb2.DESCRIPTOR.package)"
     command = [sys.executable, "-c", use]
     done = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
+        command, cwd=generated, env={"PYTHONPATH": str(generated)}, capture_output=True, text=True, check=True
     )
     assert done.stdout == "generate.v2\n"
 
 
-def test_stubs_in_use_are_those_of_the_proto_file(tmp_path: Path) -> None:
+def test_stubs_in_use_are_those_of_the_proto_file(generated: Path) -> None:
     """A stale stub would hide a change in proto/."""
-    generate = "import sys, setuptools; setuptools.setup = lambda **_: None; import setup, pathlib; "
-    generate += "setup.generate_stubs(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", generate, str(tmp_path)], cwd=ROOT, check=True)
     path = "tpu_tgi_server/pb/v2/generate_pb2.py"
-    assert (ROOT / "src" / path).read_text() == (tmp_path / path).read_text()
+    assert (ROOT / "src" / path).read_text() == (generated / path).read_text()

@@ -89,4 +89,4 @@ class Router(RuleBasedStateMachine):
 
 
 TestRouter = Router.TestCase
-TestRouter.settings = settings(max_examples=80, stateful_step_count=25, deadline=None, derandomize=True, database=None)
+TestRouter.settings = settings(max_examples=80, stateful_step_count=25)

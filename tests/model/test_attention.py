@@ -99,8 +99,8 @@ def test_packed_prompts_do_not_see_each_other(window: int | None) -> None:
     query, keys, values = heads(NUM_HEADS, 9), heads(NUM_KV_HEADS, 9), heads(NUM_KV_HEADS, 9)
     output = run(query, keys, values, prefill_step(new_cache(), (2, 4), (0, 5)), window)
     for part in (slice(0, 4), slice(4, 9)):
-        alone = [tensor[:, :, part] for tensor in (query, keys, values)]
-        expected = peer(*alone, causal_mask(part.stop - part.start, window), HEAD_SIZE**-0.5)
+        mask = causal_mask(part.stop - part.start, window)
+        expected = peer(query[:, :, part], keys[:, :, part], values[:, :, part], mask, HEAD_SIZE**-0.5)
         torch.testing.assert_close(output[:, part], expected)
 
 
@@ -109,13 +109,13 @@ def test_decode_continues_each_slot_at_its_own_length(window: int | None) -> Non
     cache, lengths = new_cache(), (4, 1, 7)
     full = [[heads(num, length) for num in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)] for length in lengths]
     for slot, (query, keys, values) in enumerate(full):
-        head = [tensor[:, :, :-1] for tensor in (query, keys, values)]
         if lengths[slot] > 1:
-            run(*head, prefill_step(cache, (slot, lengths[slot] - 1)), window)
-    last = [torch.cat([tensors[part][:, :, -1:] for tensors in full]) for part in range(3)]
+            step = prefill_step(cache, (slot, lengths[slot] - 1))
+            run(query[:, :, :-1], keys[:, :, :-1], values[:, :, :-1], step, window)
+    query, keys, values = (torch.cat([tensors[part][:, :, -1:] for tensors in full]) for part in range(3))
     positions = int32(*[length - 1 for length in lengths])
-    step = DecodeStep(cache, positions, torch.arange(NUM_SLOTS, dtype=torch.int32), context_len=8)
-    output = run(*last, step, window)
+    decode = DecodeStep(cache, positions, torch.arange(NUM_SLOTS, dtype=torch.int32), context_len=8)
+    output = run(query, keys, values, decode, window)
     for slot, (query, keys, values) in enumerate(full):
         expected = peer(query, keys, values, causal_mask(lengths[slot], window), HEAD_SIZE**-0.5)
         torch.testing.assert_close(output[slot, 0], expected[0, -1])

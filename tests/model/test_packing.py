@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_tgi_server.model import buckets
@@ -28,12 +28,12 @@ def prompts(draw: st.DrawFn) -> list[Prompt]:
     ]
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(prompts(), st.integers(0, 10))
 def test_every_token_is_in_its_prompts_place_and_padding_in_scratch(packed_prompts: list[Prompt], spare: int) -> None:
     num_tokens = sum(len(prompt.token_ids) for prompt in packed_prompts) + spare
     packed = pack_prompts(packed_prompts, num_tokens, NUM_SLOTS)
-    assert (packed.dtype, packed.shape) == (np.int32, (5 * num_tokens + NUM_SLOTS,))
+    assert packed.dtype == np.int32
+    assert packed.shape == (5 * num_tokens + NUM_SLOTS,)
     last_indexes = packed[-NUM_SLOTS:].tolist()
     columns = packed[:-NUM_SLOTS].reshape(5, num_tokens).T.tolist()
     start = 0

@@ -58,7 +58,7 @@ def error_of(call: Any, timeout_s: float) -> Any:
 def assert_health_fails(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as failure:
         stub.Health(pb.HealthRequest(), timeout=5)
-    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_killed_agent_ends_the_call_and_the_server(tmp_path: Path) -> None:
@@ -167,10 +167,7 @@ def test_decoding_agent_does_not_outlive_a_killed_root(tmp_path: Path) -> None:
 
 
 def test_health_answers_at_once_while_the_agent_is_busy(tmp_path: Path) -> None:
-    with (
-        ready_server(start_scripted_server(tmp_path, Faults(decode_s=1.0, warm_up_s=0.5))) as server,
-        server.connect() as stub,
-    ):
+    with serving(tmp_path, Faults(decode_s=1.0, warm_up_s=0.5)) as (server, stub):
         warm_up = stub.Warmup.future(pb.WarmupRequest())
         server.wait_for_log("warm_up begins")
         assert_health_is_fast(stub, warm_up)
@@ -191,10 +188,8 @@ def assert_health_is_fast(stub: Any, busy: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_cancelled_call_frees_its_slots(tmp_path: Path, kind: str) -> None:
-    with (
-        ready_server(start_scripted_server(tmp_path, Faults(**{f"{kind}_s": 0.5}))) as server,
-        server.connect() as stub,
-    ):
+    faults = Faults(prefill_s=0.5) if kind == "prefill" else Faults(decode_s=0.5)
+    with serving(tmp_path, faults) as (server, stub):
         if kind == "prefill":
             requests = [new_request(id, "cancelled", new=9) for id in range(4)]
             batch = pb.Batch(id=1, requests=requests, size=4)
@@ -221,10 +216,7 @@ def is_idle(stub: Any) -> bool:
 
 
 def test_ten_thousand_warnings_are_ten_thousand_records(tmp_path: Path) -> None:
-    with (
-        ready_server(start_scripted_server(tmp_path, Faults(num_warnings_a_decode=5000))) as server,
-        server.connect() as stub,
-    ):
+    with serving(tmp_path, Faults(num_warnings_a_decode=5000)) as (server, stub):
         driver = Driver(stub)
         (answer,) = driver.run(1, new_request(1, "noisy", new=3))
         assert len(answer.ids) == 3

@@ -28,7 +28,7 @@ def stub(server: ServerProcess) -> Iterator[Any]:
         yield stub
 
 
-def refusal_of(call: Any, request: Any) -> grpc.RpcError | Any:
+def refusal_of(call: Any, request: Any) -> Any:
     with pytest.raises(grpc.RpcError) as refusal:
         call(request)
     return refusal.value
@@ -62,14 +62,14 @@ def test_warm_up_reports_the_tokens_of_all_slots(stub: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "flag"),
+    ("warm_up", "flag"),
     [
-        ({"max_input_length": 10, "max_total_tokens": 257}, "--max-total-tokens 257"),
-        ({"max_input_length": 256, "max_total_tokens": 256}, "--max-input-tokens 256"),
+        (pb.WarmupRequest(max_input_length=10, max_total_tokens=257), "--max-total-tokens 257"),
+        (pb.WarmupRequest(max_input_length=256, max_total_tokens=256), "--max-input-tokens 256"),
     ],
 )
-def test_warm_up_beyond_the_limits_names_the_flag(stub: Any, limits: dict[str, int], flag: str) -> None:
-    error = refusal_of(stub.Warmup, pb.WarmupRequest(**limits))
+def test_warm_up_beyond_the_limits_names_the_flag(stub: Any, warm_up: pb.WarmupRequest, flag: str) -> None:
+    error = refusal_of(stub.Warmup, warm_up)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert flag in error.details()
 
@@ -130,8 +130,8 @@ def test_batch_id_zero_is_an_id(stub: Any) -> None:
         ("top_n_tokens", {"top_n_tokens": 1}),
         ("prefill_logprobs", {"prefill_logprobs": True}),
         ("temperature", {"parameters": pb.NextTokenChooserParameters(temperature=0.5)}),
-        ("grammar", {"parameters": pb.NextTokenChooserParameters(grammar="[0-9]", grammar_type=2)}),
-        ("grammar_type", {"parameters": pb.NextTokenChooserParameters(grammar_type=9)}),
+        ("grammar", {"parameters": pb.NextTokenChooserParameters(grammar="[0-9]", grammar_type="GRAMMAR_TYPE_REGEX")}),
+        ("grammar_type", {"parameters": pb.NextTokenChooserParameters.FromString(b"\x58\x09")}),
         (
             "stop_sequences",
             {"stopping_parameters": pb.StoppingCriteriaParameters(stop_sequences="x")},

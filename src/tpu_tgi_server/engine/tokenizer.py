@@ -76,9 +76,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder, with the end ids of its generation_config.json (an id, a list, or none).
 
     Raises:
-        OSError: the folder has no tokenizer.
+        OSError: the folder has no tokenizer that can be loaded.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        raise OSError(f"no tokenizer in {folder}: {' '.join(str(error).split())}") from error
     return Tokenizer(tokenizer, _generation_eos_ids(folder))
 
 

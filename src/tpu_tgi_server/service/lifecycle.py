@@ -81,8 +81,10 @@ def check_socket_is_free(path: Path) -> None:
     """A socket file that nobody answers is a leftover and will be replaced.
 
     Raises:
-        ValueError: another server listens on it, or something that is no socket is in the way.
+        ValueError: another server listens on it, something that is no socket is in the way, or its folder is missing.
     """
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a folder: choose another --uds-path")
     if not path.exists():
         return
     if not path.is_socket():

@@ -1,0 +1,156 @@
+"""The root's mailbox with a real agent process, which follows a script."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+
+import psutil
+import pytest
+
+from tests.reference import encode
+from tests.scripted import Faults, arithmetic_id
+from tpu_tgi_server.config import Device, Settings
+from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, ErrorKind, Request, Stopping
+from tpu_tgi_server.mailbox.messages import Progress
+from tpu_tgi_server.mailbox.process import AgentDiedError
+from tpu_tgi_server.mailbox.root import RootMailbox
+
+SCRIPTED = "tests.scripted:load_scripted"
+
+
+def new_mailbox(faults: Faults, steps: list[Progress] | None = None, step_timeout_s: float = 60.0) -> RootMailbox:
+    settings = Settings(
+        json.dumps(asdict(faults)), device=Device.CPU, logger_level="ERROR", step_timeout_s=step_timeout_s
+    )
+    seen: list[Progress] = [] if steps is None else steps
+    return RootMailbox(settings, seen.append, SCRIPTED)
+
+
+@asynccontextmanager
+async def started(mailbox: RootMailbox) -> AsyncIterator[RootMailbox]:
+    """A mailbox whose agent is ready, and gone afterwards."""
+    try:
+        await mailbox.start()
+        (agent,) = agents()
+        yield mailbox
+    finally:
+        await mailbox.close()
+    assert not agent.is_running()
+    assert agents() == []
+
+
+def agents() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def batch(batch_id: int, prompt: str = "prompt", new: int = 5) -> Batch:
+    return Batch(batch_id, (Request(batch_id, prompt, Stopping(new)),))
+
+
+async def test_commands_are_carried_out_in_the_order_they_are_given() -> None:
+    """All are given before the first is answered."""
+    async with started(new_mailbox(Faults(prefill_s=0.2))) as mailbox:
+        prefilled, decoded, filtered, unknown = await asyncio.gather(
+            mailbox.prefill(batch(1)),
+            mailbox.decode((CachedBatch(1, (1,), 0),)),
+            mailbox.filter(1, ()),
+            mailbox.decode((CachedBatch(1, (1,), 0),)),
+            return_exceptions=True,
+        )
+    expected = [arithmetic_id(encode("prompt"), step) for step in range(2)]
+    assert not isinstance(prefilled, BaseException)
+    assert not isinstance(decoded, BaseException)
+    assert [result.generations[0].tokens.ids[0] for result in (prefilled, decoded)] == expected
+    assert filtered is None
+    assert isinstance(unknown, EngineError)
+    assert unknown.kind is ErrorKind.UNKNOWN_BATCH
+
+
+async def test_refusal_comes_back_as_it_was_raised_and_the_agent_goes_on() -> None:
+    async with started(new_mailbox(Faults())) as mailbox:
+        with pytest.raises(EngineError, match="max_new_tokens must be at least 1") as refusal:
+            await mailbox.prefill(batch(1, new=0))
+        assert refusal.value.kind is ErrorKind.INVALID
+        await mailbox.clear(None)
+        assert (await mailbox.prefill(batch(1))).batch == CachedBatch(1, (1,), 256)
+
+
+async def test_progress_is_passed_on_in_order() -> None:
+    steps: list[Progress] = []
+    async with started(new_mailbox(Faults(), steps)) as mailbox:
+        assert steps == [Progress("loading", "script", 1, 2), Progress("loading", "faults", 2, 2)]
+        await mailbox.warm_up()
+    assert steps[2:] == [Progress("warming up", f"decode {number}", number, 3) for number in (1, 2, 3)]
+
+
+async def test_event_loop_runs_on_while_a_step_takes_its_time() -> None:
+    async with started(new_mailbox(Faults(prefill_s=0.5))) as mailbox:
+        call = asyncio.create_task(mailbox.prefill(batch(1)))
+        longest = 0.0
+        while not call.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0)
+            longest = max(longest, time.perf_counter() - before)
+        await call
+    assert longest < 0.1
+
+
+async def test_agent_that_does_not_answer_in_time_is_killed() -> None:
+    async with started(new_mailbox(Faults(decode_s=60), step_timeout_s=0.5)) as mailbox:
+        await mailbox.prefill(batch(1))
+        with pytest.raises(AgentDiedError, match=r"did not answer within 0\.5 s"):
+            await mailbox.decode((CachedBatch(1, (1,), 0),))
+        assert "did not answer" in await asyncio.wait_for(mailbox.died, 5)
+        assert not mailbox.is_alive
+
+
+async def test_deadline_of_warm_up_counts_from_graph_to_graph() -> None:
+    async with started(new_mailbox(Faults(warm_up_s=0.5), step_timeout_s=1.0)) as mailbox:
+        await mailbox.warm_up()
+
+
+async def test_killed_agent_fails_the_calls_in_flight_and_those_that_wait() -> None:
+    async with started(new_mailbox(Faults(prefill_s=60))) as mailbox:
+        calls = [asyncio.create_task(mailbox.prefill(batch(id))) for id in (1, 2)]
+        await asyncio.sleep(0)
+        agents()[0].kill()
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
+        assert [type(outcome) for outcome in outcomes] == [AgentDiedError] * 2
+        with pytest.raises(AgentDiedError):
+            await mailbox.clear(None)
+
+
+async def test_death_between_calls_is_noticed_without_a_call() -> None:
+    async with started(new_mailbox(Faults())) as mailbox:
+        assert mailbox.is_alive
+        agents()[0].kill()
+        await asyncio.wait_for(mailbox.died, 5)
+        assert not mailbox.is_alive
+
+
+async def test_failure_to_load_says_why() -> None:
+    mailbox = new_mailbox(Faults(load_error="no such model"))
+    with pytest.raises(AgentDiedError, match=r"^no such model$"):
+        await mailbox.start()
+    await mailbox.close()
+    assert agents() == []
+
+
+async def test_close_ends_a_busy_agent() -> None:
+    async with started(new_mailbox(Faults(prefill_s=60))) as mailbox:
+        call = asyncio.create_task(mailbox.prefill(batch(1)))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(mailbox.close(), 8)
+        with pytest.raises(AgentDiedError):
+            await call
+
+
+async def test_mailbox_that_was_never_started_refuses_calls() -> None:
+    mailbox = new_mailbox(Faults())
+    with pytest.raises(AgentDiedError, match="not started"):
+        await mailbox.clear(None)
+    assert not mailbox.is_alive
+    await mailbox.close()
