@@ -75,18 +75,20 @@ class Shard:
         return limits.num_slots * limits.max_total_tokens
 
     async def _or_clear(self, step: Coroutine[Any, Any, StepResult], batch_ids: list[int]) -> StepResult:
+        task = asyncio.ensure_future(step)
         try:
-            return await step
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
-            for batch_id in batch_ids:
-                task = asyncio.create_task(self._clear_quietly(batch_id))
-                self._background.add(task)
-                task.add_done_callback(self._background.discard)
+            clearing = asyncio.create_task(self._clear_after(task, batch_ids))
+            self._background.add(clearing)
+            clearing.add_done_callback(self._background.discard)
             raise
 
-    async def _clear_quietly(self, batch_id: int) -> None:
-        """The mailbox keeps order, so this runs after the step whose caller has gone."""
+    async def _clear_after(self, step: "asyncio.Future[StepResult]", batch_ids: list[int]) -> None:
+        """Clear what a step has left live. A step that was refused has changed nothing, so nothing is cleared."""
         try:
-            await self._mailbox.clear(batch_id)
-        except AgentDiedError as error:
-            logger.debug("batch {} was not cleared: {}", batch_id, error)
+            await step
+            for batch_id in batch_ids:
+                await self._mailbox.clear(batch_id)
+        except (EngineError, AgentDiedError) as error:
+            logger.debug("batches {} were not cleared: {}", batch_ids, error)
