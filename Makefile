@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_MODEL := .cache/SmolLM2-135M-Instruct
 
-.PHONY: setup proto check test demo model clean
+.PHONY: setup proto check test bench demo model clean
 
 setup: $(VENV)/.installed
 
@@ -36,6 +36,9 @@ test: setup model
 
 demo: setup model
 	@$(BIN)/python scripts/demo.py $(DEMO_MODEL)
+
+bench: setup model
+	$(BIN)/python scripts/bench.py $(DEMO_MODEL)
 
 clean:
 	rm -rf build dist .cache bench-results src/tpu_tgi_server/pb $(VENV)

@@ -240,6 +240,16 @@ def test_truncate_is_the_requests_own(stub: Any, model: Path) -> None:
     assert tuple(together[0].ids) == greedy_reference(model, LONG_PROMPT[-2:]).ids[:NEW]
 
 
+@pytest.mark.parametrize("neighbour_len", [5, 20, 45])
+def test_answer_is_the_same_in_every_prefill_bucket(stub: Any, model: Path, neighbour_len: int) -> None:
+    """A neighbour moves the prefill from the bucket of 16 tokens to those of 32 and 64."""
+    prompt = prompt_of_len(11)
+    neighbour = new_request(next(ids), prompt_of_len(neighbour_len), new=1)
+    answer, _ = ask_together(stub, new_request(next(ids), prompt, new=NEW), neighbour)
+    assert tuple(answer.ids) == greedy_reference(model, prompt).ids[:NEW]
+    assert answer.logprobs == pytest.approx(greedy_reference(model, prompt).logprobs[:NEW], abs=1e-4)
+
+
 def test_bos_is_added_once(stub: Any) -> None:
     assert ask(stub, BOS + PROMPT).ids == ask(stub, PROMPT).ids
 

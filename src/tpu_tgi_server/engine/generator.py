@@ -132,8 +132,9 @@ class Generator:
         for sequence in sequences:
             self._waiting.remove(sequence)
         prompts = [Prompt(self._slots.assign(sequence), sequence.prompt_ids) for sequence in sequences]
+        sampler = self._slots.sampler_inputs(sequences)
         with self._forward_clock():
-            chosen = self._model.prefill(prompts, self._slots.sampler_inputs(sequences))
+            chosen = self._model.prefill(prompts, sampler)
         return [self._take(sequence, chosen) for sequence in sequences]
 
     def _step(self, sequences: list[Sequence]) -> list[Generation]:
@@ -141,8 +142,8 @@ class Generator:
             return []
         slots = self._slots
         max_slot_len = max(sequence.slot_len for sequence in sequences)
+        sampler = slots.sampler_inputs(sequences)
         with self._forward_clock():
-            sampler = slots.sampler_inputs(sequences)
             chosen = self._model.decode(slots.token_ids, slots.slot_lens, max_slot_len, sampler)
         return [self._take(sequence, chosen) for sequence in sequences]
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import nan
 
 import numpy as np
+from loguru import logger
 from numpy.typing import NDArray
 
 from tpu_tgi_server.engine.grammar import GrammarState
@@ -70,6 +71,8 @@ class Sequence:
         if self.grammar is not None:
             self.grammar.advance(token_id)
             is_eos |= self.grammar.is_finished
+            if self.grammar.failure is not None:
+                logger.debug("request {} ends early: {}", self.request.id, self.grammar.failure)
         is_stopped = self._stops.found_with(text)
         return finish_reason(is_eos, is_stopped, len(self.output_ids), self.max_new_tokens)
 
