@@ -83,7 +83,7 @@ async def test_progress_is_passed_on_in_order() -> None:
     async with started(new_mailbox(Faults(), steps)) as mailbox:
         assert steps == [Progress("loading", "script", 1, 2), Progress("loading", "faults", 2, 2)]
         await mailbox.warm_up()
-    assert steps[2:] == [Progress("warming up", f"decode {number}", number, 3) for number in (1, 2, 3)]
+    assert steps[2:] == [Progress("warming up", f"decode {number} greedy", number, 3) for number in (1, 2, 3)]
 
 
 async def test_event_loop_runs_on_while_a_step_takes_its_time() -> None:
