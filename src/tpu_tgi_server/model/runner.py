@@ -73,7 +73,7 @@ class ModelRunner:
             on_graph(graph, number, len(self._graphs))
 
     def _padded(self, size: int, sizes: Sequence[int]) -> int:
-        """The bucket that holds `size`. Where nothing is compiled every size is as good, and the true one is cheapest."""
+        """The bucket that holds `size`. Where nothing is compiled, the true size is as good and cheaper."""
         bucket = buckets.smallest_bucket(sizes, size)
         return bucket if self._runtime.is_compiled else size
 
