@@ -65,6 +65,17 @@ def check_prompt(request: Request, prompt_len: int, limits: Limits) -> None:
         )
 
 
+def check_vocabulary(request: Request, prompt_ids: Collection[int], vocab_size: int) -> None:
+    """Refuse a prompt with tokens that the tokenizer has and the model has not.
+
+    Raises:
+        EngineError: INVALID, naming the field.
+    """
+    largest = max(prompt_ids)
+    if largest >= vocab_size:
+        raise refused(request, f"inputs has token {largest}, which is beyond the model's vocabulary of {vocab_size}")
+
+
 def refused(request: Request, reason: str) -> EngineError:
     """A refusal that says which request it is about."""
     return _invalid(f"request {request.id}: {reason}")

@@ -60,8 +60,12 @@ async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox
     generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(ServicerV2(Shard(settings, mailbox, info)), server)
     service_name = generate_pb2.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
     reflection.enable_server_reflection((service_name, reflection.SERVICE_NAME), server)
+    check_socket_is_free(settings.socket_path)  # another server may have come while this one was loading
     settings.socket_path.unlink(missing_ok=True)
-    server.add_insecure_port(f"unix:{settings.socket_path}")
+    try:
+        server.add_insecure_port(f"unix:{settings.socket_path}")
+    except RuntimeError as error:
+        raise ValueError(f"cannot listen on {settings.socket_path}: choose another --uds-path") from error
     try:
         await server.start()
         logger.info("serving on {}", settings.socket_path)
