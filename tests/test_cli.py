@@ -139,8 +139,8 @@ def test_client_that_cannot_write_its_answer_leaves_no_request_behind(tmp_path: 
 
 def test_client_refuses_a_prompt_that_is_not_text(tmp_path: Path) -> None:
     with ready_server(start_scripted_server(tmp_path, Faults())):
-        command = [sys.executable, "-c", TOOLS, "generate", "--raw", "--uds-path", str(tmp_path / "uds"), b"\xff"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", TOOLS, "generate", "--raw", "--uds-path", str(tmp_path / "uds")]
+        result = subprocess.run([*command, b"\xff"], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("error: this cannot be sent: ")
     assert len(result.stderr.splitlines()) == 1

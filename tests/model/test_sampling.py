@@ -280,7 +280,7 @@ def test_extreme_parameters_choose_a_token_that_the_grammar_allows(extreme: dict
     logits[1] = torch.nan  # what a model may make in half precision
     allowed = torch.zeros(2, 70, dtype=torch.bool)
     allowed[:, 30:40] = True
-    asked = [Asked(**extreme, history=tuple(range(70)), is_sampled=is_sampled, top_k=50)] * 2  # type: ignore[arg-type]
+    asked = [Asked(**extreme, history=tuple(range(70)), is_sampled=is_sampled, top_k=50)] * 2
     chosen = choose(logits, tensors(asked, 70, allowed=pack_bits(allowed.numpy())), ALL_STAGES)[:2]
     assert all(30 <= token < 40 for token in chosen.int().tolist())
 
