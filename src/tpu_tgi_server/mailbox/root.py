@@ -98,7 +98,8 @@ class RootMailbox:
 
     async def _in_thread(self, function: Callable[..., Reply], *arguments: object) -> Reply:
         try:
-            return await self._loop.run_in_executor(self._executor, function, *arguments)
+            # shielded, or a caller that goes away would take its command out of the queue
+            return await asyncio.shield(self._loop.run_in_executor(self._executor, function, *arguments))
         except AgentDiedError as error:
             self._mark_dead(str(error))
             raise
