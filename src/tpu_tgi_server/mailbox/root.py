@@ -99,7 +99,9 @@ class RootMailbox:
     async def _in_thread(self, function: Callable[..., Reply], *arguments: object) -> Reply:
         try:
             # shielded, or a caller that goes away would take its command out of the queue
-            return await asyncio.shield(self._loop.run_in_executor(self._executor, function, *arguments))
+            running = self._loop.run_in_executor(self._executor, function, *arguments)
+            running.add_done_callback(_forget_failure)
+            return await asyncio.shield(running)
         except AgentDiedError as error:
             self._mark_dead(str(error))
             raise
@@ -112,3 +114,9 @@ class RootMailbox:
     def _mark_dead(self, reason: str) -> None:
         if not self.died.done():
             self.died.set_result(reason)
+
+
+def _forget_failure(running: "asyncio.Future[Reply]") -> None:
+    """A failure that nobody waits for any more is none to report."""
+    if not running.cancelled():
+        running.exception()
