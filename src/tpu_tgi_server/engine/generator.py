@@ -62,11 +62,12 @@ class Generator:
         """
         started = self._start_clock()
         self._drop(self._batches.merge(batches))
+        concat_ns = time.perf_counter_ns() - started
         batch_id = batches[0].id
         members = (self._sequences[id] for id in self._batches.request_ids(batch_id))
         generations = self._step([sequence for sequence in members if sequence.slot is not None])
         generations += self._start_waiting(batch_id)
-        return self._result(batch_id, generations, started)
+        return self._result(batch_id, generations, started, concat_ns)
 
     def filter(self, batch_id: int, request_ids: Collection[int]) -> CachedBatch | None:
         """Keep only the named requests of one batch. Ids that it does not have are ignored; None if none is left."""
@@ -168,11 +169,12 @@ class Generator:
         else:
             self._waiting.remove(sequence)
 
-    def _result(self, batch_id: int, generations: list[Generation], started: int) -> StepResult:
+    def _result(self, batch_id: int, generations: list[Generation], started: int, concat_ns: int = 0) -> StepResult:
         self._batches.keep(batch_id, self._sequences.keys())
         return StepResult(
             generations=tuple(generations),
             batch=self._cached_batch(batch_id),
+            concat_ns=concat_ns,
             forward_ns=self._forward_ns,
             total_ns=time.perf_counter_ns() - started,
         )
