@@ -145,7 +145,7 @@ def test_sigterm_while_xla_compiles(tmp_path: Path, tiny_model_folder: Path) -> 
         server.wait_for_socket()
         with server.connect() as stub:
             call = stub.Warmup.future(pb.WarmupRequest())
-            server.wait_for_log("warming up: prefill 16 (1/")
+            server.wait_for_log("warming up: prefill 16 greedy (1/")
             server.process.send_signal(signal.SIGTERM)
             assert server.wait_until_gone(10) == 0
             assert error_of(call, timeout_s=1).code() is grpc.StatusCode.UNAVAILABLE

@@ -127,15 +127,10 @@ def test_batch_id_zero_is_an_id(stub: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("top_n_tokens", {"top_n_tokens": 1}),
-        ("prefill_logprobs", {"prefill_logprobs": True}),
-        ("temperature", {"parameters": pb.NextTokenChooserParameters(temperature=0.5)}),
-        ("grammar", {"parameters": pb.NextTokenChooserParameters(grammar="[0-9]", grammar_type="GRAMMAR_TYPE_REGEX")}),
+        ("top_n_tokens", {"top_n_tokens": 1000}),
+        ("temperature", {"parameters": pb.NextTokenChooserParameters(temperature=-0.5)}),
+        ("grammar", {"parameters": pb.NextTokenChooserParameters(grammar="(", grammar_type="GRAMMAR_TYPE_REGEX")}),
         ("grammar_type", {"parameters": pb.NextTokenChooserParameters.FromString(b"\x58\x09")}),
-        (
-            "stop_sequences",
-            {"stopping_parameters": pb.StoppingCriteriaParameters(stop_sequences="x")},
-        ),
     ],
 )
 def test_refusal_is_an_invalid_argument_that_names_the_field(stub: Any, field: str, change: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ class ModelRunner:
 
     def prefill(self, prompts: Sequence[Prompt], sampler: SamplerInputs | None) -> NextTokens:
         prompt_lens = {prompt.slot: len(prompt.token_ids) for prompt in prompts}
-        bucket = buckets.smallest_bucket(self._prefill_buckets, sum(prompt_lens.values()))
+        bucket = self._padded(sum(prompt_lens.values()), self._prefill_buckets)
         packed = self._to_device(pack_prompts(prompts, bucket, self._num_slots))
         if sampler is None:
             return unpack_result(self._run(self._steps.prefill, packed), self._num_slots, 0, {})
@@ -54,7 +54,7 @@ class ModelRunner:
         max_slot_len: int,
         sampler: SamplerInputs | None,
     ) -> NextTokens:
-        context_len = buckets.smallest_bucket(self._decode_buckets, max_slot_len + 1)
+        context_len = self._padded(max_slot_len + 1, self._decode_buckets)
         packed = self._to_device(np.stack([token_ids, slot_lens]))
         if sampler is None:
             return unpack_result(self._run(self._steps.decode, packed, context_len), self._num_slots, 0, {})
@@ -71,6 +71,11 @@ class ModelRunner:
             else:
                 self.decode(zeros, zeros, graph.size - 1, sampler)
             on_graph(graph, number, len(self._graphs))
+
+    def _padded(self, size: int, sizes: Sequence[int]) -> int:
+        """The bucket that holds `size`. Where nothing is compiled, the true size is as good and cheaper."""
+        bucket = buckets.smallest_bucket(sizes, size)
+        return bucket if self._runtime.is_compiled else size
 
     def _run(self, step: Callable[..., Tensor], *arguments: object) -> NDArray[np.float32]:
         result: NDArray[np.float32] = self._runtime.run(step, *arguments).numpy()
