@@ -171,11 +171,12 @@ async def test_new_agent_is_warmed_up_if_the_old_one_was() -> None:
 
 
 async def test_three_deaths_in_a_row_are_the_end() -> None:
-    async with started(new_mailbox(Faults(step_error="the step failed"))) as mailbox:
+    async with started(new_mailbox(Faults(decode_error="the step failed"))) as mailbox:
         for _ in range(3):
             await until_alive(mailbox)
+            await mailbox.prefill(batch(1))
             with pytest.raises(AgentDiedError, match="the step failed"):
-                await mailbox.prefill(batch(1))
+                await mailbox.decode((CachedBatch(1, (1,), 0),))
         reason = await asyncio.wait_for(mailbox.failed, 5)
         assert "the step failed" in reason
         assert not mailbox.is_alive
@@ -185,6 +186,7 @@ async def test_a_step_between_deaths_starts_the_count_again() -> None:
     async with started(new_mailbox(Faults())) as mailbox:
         for number in range(4):
             await mailbox.prefill(batch(number))
+            await mailbox.decode((CachedBatch(number, (number,), 0),))
             agents()[0].kill()
             await until(lambda: not mailbox.is_alive)
             await until_alive(mailbox)

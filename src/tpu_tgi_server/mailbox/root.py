@@ -33,7 +33,7 @@ ReplyT = TypeVar("ReplyT")
 DEFAULT_LOADER = "tpu_tgi_server.engine.loading:load_generator"
 
 MAX_DEATHS = 3
-"""So many deaths without a step in between, and the server gives up: the next agent would die too."""
+"""So many deaths without a Decode in between, and the server gives up: the next agent would die too."""
 
 
 class RootMailbox:
@@ -76,11 +76,13 @@ class RootMailbox:
 
     async def prefill(self, batch: Batch) -> StepResult:
         """See `Generator.prefill`."""
-        return await self._step(Prefill(batch))
+        return await self._call(StepResult, Prefill(batch))
 
     async def decode(self, batches: tuple[CachedBatch, ...]) -> StepResult:
         """See `Generator.decode`."""
-        return await self._step(Decode(batches))
+        result = await self._call(StepResult, Decode(batches))
+        self._num_deaths = 0
+        return result
 
     async def filter(self, batch_id: int, request_ids: tuple[int, ...]) -> CachedBatch | None:
         """See `Generator.filter`. Without an agent no batch is live, so nothing is left of it."""
@@ -107,11 +109,6 @@ class RootMailbox:
             self._loop.remove_reader(self._agent.sentinel)
             await asyncio.to_thread(self._agent.stop)
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    async def _step(self, command: Command) -> StepResult:
-        result = await self._call(StepResult, command)
-        self._num_deaths = 0
-        return result
 
     async def _call(self, kind: type[ReplyT], command: Command) -> ReplyT:
         agent = self._agent
