@@ -4,6 +4,7 @@ import os
 
 os.environ["USE_TORCH_XLA"] = "0"  # or transformers imports torch_xla
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models gain nothing from threads, and busy machines lose much
 os.environ.pop("PJRT_DEVICE", None)
 
 from pathlib import Path

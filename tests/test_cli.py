@@ -11,6 +11,7 @@ import pytest
 from tests.scripted import Faults
 from tests.servers import ROOT, ready_server, start_model_server, start_scripted_server
 from tpu_tgi_server.config import Settings
+from tpu_tgi_server.pb.v2 import generate_pb2 as pb
 
 SERVE = "from tpu_tgi_server.cli import serve_app; serve_app()"
 TOOLS = "from tpu_tgi_server.cli import tools_app; tools_app()"
@@ -126,6 +127,23 @@ def test_client_prints_what_the_server_refuses_and_what_it_answers(tmp_path: Pat
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert re.search(r"^15 tokens, first after \d+ ms, [\d.]+ tokens/s$", done.stdout, re.MULTILINE)
+
+
+def test_client_that_cannot_write_its_answer_leaves_no_request_behind(tmp_path: Path) -> None:
+    with ready_server(start_scripted_server(tmp_path, Faults())) as server, server.connect() as stub:
+        command = [sys.executable, "-c", TOOLS, "generate", "--raw", "--uds-path", str(tmp_path / "uds"), "a"]
+        with open("/dev/full", "w") as full:
+            assert subprocess.run(command, stdout=full, stderr=subprocess.DEVNULL, check=False).returncode == 1
+        stub.Warmup(pb.WarmupRequest())  # refused while a request is live
+
+
+def test_client_refuses_a_prompt_that_is_not_text(tmp_path: Path) -> None:
+    with ready_server(start_scripted_server(tmp_path, Faults())):
+        command = [sys.executable, "-c", TOOLS, "generate", "--raw", "--uds-path", str(tmp_path / "uds")]
+        result = subprocess.run([*command, b"\xff"], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: this cannot be sent: ")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_client_says_that_the_server_died(tmp_path: Path) -> None:

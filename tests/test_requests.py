@@ -3,6 +3,7 @@
 What transformers can do too is compared with transformers; the rest with the same request alone.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import count, product
@@ -144,6 +145,25 @@ def test_every_combination_of_filters_is_served(stub: Any) -> None:
     for answer in ask_together(stub, *requests):
         assert len(answer.ids) == 2
         assert np.isfinite(answer.logprobs).all()
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 3e38, "frequency_penalty": 3e38},
+        {"temperature": 1e-45, "top_p": 1e-45, "typical_p": 1e-45, "top_k": 2**32 - 1},
+        {"temperature": 3e38},
+    ],
+    ids=str,
+)
+def test_extreme_values_are_served_also_under_a_grammar(stub: Any, extreme: dict[str, Any]) -> None:
+    grammar = {"grammar": "[a-z ]{4}", "grammar_type": pb.GRAMMAR_TYPE_REGEX}
+    for parameters in (extreme, {**extreme, "do_sample": True}):
+        answer = ask(stub, PROMPT + "abcdefghijklmnopqrstuvwxyz", parameters={**parameters, **grammar})
+        assert answer.end is not None
+        assert re.fullmatch("[a-z ]{4}", answer.end.text)
+        assert len(ask(stub, parameters=parameters).ids) == NEW
 
 
 def test_top_k_of_one_takes_the_best_token(stub: Any, model: Path) -> None:

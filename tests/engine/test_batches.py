@@ -26,6 +26,11 @@ def test_merge_does_not_take_requests_that_the_batch_does_not_have(table: BatchT
     assert (table.request_ids(1), table.request_ids(2)) == ((10,), (20, 21, 22))
 
 
+def test_merge_of_a_batch_named_twice_keeps_what_either_names(table: BatchTable) -> None:
+    assert table.merge([CachedBatch(2, (20,), 0), CachedBatch(2, (22, 20), 0)]) == [21]
+    assert table.request_ids(2) == (20, 22)
+
+
 @pytest.mark.parametrize(
     ("batch_ids", "kind"), [((), ErrorKind.INVALID), ((1, 3), ErrorKind.UNKNOWN_BATCH), ((3,), ErrorKind.UNKNOWN_BATCH)]
 )

@@ -7,6 +7,10 @@ import pytest
 
 from tests.driver import new_request
 from tests.engine.scripted_driver import MAX_TOTAL_TOKENS, NUM_SLOTS, ScriptedDriver
+from tests.scripted import ScriptedModel
+from tests.tiny_model import byte_level_tokenizer
+from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import (
     LIVENESS_ID,
     Batch,
@@ -14,6 +18,7 @@ from tpu_tgi_server.engine.types import (
     EngineError,
     ErrorKind,
     GrammarType,
+    Limits,
     Request,
     Sampling,
     Stopping,
@@ -326,6 +331,17 @@ def test_neutral_values_are_greedy(driver: ScriptedDriver, sampling: Sampling) -
     assert list(generation.tokens.ids) == answer.ids
     assert generation.generated_text is not None
     assert generation.generated_text.seed is None
+
+
+def test_token_that_the_model_lacks_is_refused() -> None:
+    limits = Limits(NUM_SLOTS, MAX_TOTAL_TOKENS - 1, MAX_TOTAL_TOKENS)
+    model = ScriptedModel(limits)
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    model.vocab_size = max(tokenizer.encode("good", 0, None))
+    generator = Generator(model, tokenizer, limits)
+    with pytest.raises(EngineError, match=f"request 1: inputs has token {model.vocab_size}") as refusal:
+        generator.prefill(Batch(1, (Request(1, "good", Stopping(5)),)))
+    assert refusal.value.kind is ErrorKind.INVALID
 
 
 def test_duplicate_ids_are_refused(driver: ScriptedDriver) -> None:

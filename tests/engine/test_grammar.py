@@ -392,6 +392,16 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_and_says_why(tokeniz
     assert set(allowed(state)) == tokenizer.eos_ids
 
 
+def test_a_model_that_lacks_the_next_token_ends_its_request_and_says_why(tokenizer: Tokenizer):
+    (first_id, second_id) = (tokenizer.encode(letter, 0, False)[0] for letter in "ab")
+    assert first_id < second_id
+    compiler = GrammarCompiler(tokenizer, vocab_size=second_id)
+    state = compiler.compile("ab", GrammarType.REGEX).start()
+    state.advance(first_id)
+    assert state.is_finished
+    assert state.failure == "the model has no token that goes on"
+
+
 def test_the_cache_returns_the_same_grammar_and_is_bounded(tokenizer: Tokenizer):
     compiler = GrammarCompiler(tokenizer, VOCAB_SIZE)
     first = compiler.compile("a{1}", GrammarType.REGEX)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import ByT5Tokenizer
 
 from tests.tiny_model import BOS, EOS, byte_level_tokenizer
 from tpu_tgi_server.engine.tokenizer import Tokenizer, load_tokenizer
@@ -93,3 +94,10 @@ def test_decoding_keeps_the_text_as_it_stands(tokenizer: Tokenizer) -> None:
     """No spaces are cleaned up in front of punctuation."""
     text = f"a , b ! it 's{EOS}"
     assert tokenizer.decode(letters(tokenizer, text)) == text
+
+
+def test_ids_that_only_the_model_has_are_no_text_with_any_kind_of_tokenizer() -> None:
+    for tokenizer in (Tokenizer(ByT5Tokenizer()), Tokenizer(byte_level_tokenizer())):
+        ids = tokenizer.encode("ab", 0, add_special_tokens=False)
+        assert tokenizer.decode([*ids, tokenizer.num_ids, 10**6]) == "ab"
+        assert tokenizer.decode([tokenizer.num_ids]) == ""

@@ -138,3 +138,19 @@ def test_cache_writes_only_the_cells_that_are_named() -> None:
     for tensor in (*cache.keys, *cache.values):
         tensor[2, :, 5] = tensor[0, :, 15] = 1e4
         assert bool((tensor == 1e4).all())
+
+
+@pytest.mark.parametrize("overflow", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_overflow_stay_with_their_own_request(overflow: float) -> None:
+    cache = new_cache()
+    step = prefill_step(cache, (0, 4), (1, 4))
+    query, keys, values = heads(NUM_HEADS, 8), heads(NUM_KV_HEADS, 8), heads(NUM_KV_HEADS, 8)
+    keys[:, :, :4] = values[:, :, :4] = overflow
+    output = attend(query, *step.store(0, keys, values), step.visible(None), 1.0, None)
+    assert output[:, 4:].isfinite().all(), "the neighbour in the same prefill"
+
+    slots = int32(*range(NUM_SLOTS))
+    step_after = DecodeStep(cache, positions=int32(0, 0, 0), slots=slots, context_len=MAX_LEN)
+    query, keys, values = (heads(count, 1, NUM_SLOTS) for count in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+    output = attend(query, *step_after.store(0, keys, values), step_after.visible(None), 1.0, None)
+    assert output.isfinite().all(), "the next request in the slot"

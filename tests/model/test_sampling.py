@@ -262,6 +262,29 @@ def test_grammar_restricts_greedy_and_sampled_choices() -> None:
     assert result[:3].int().tolist() == [69, 32, int(logits[2].argmax())]
 
 
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 3e38},
+        {"repetition_penalty": 3e38, "frequency_penalty": 3e38},
+        {"repetition_penalty": 1e-45, "frequency_penalty": -3e38},
+        {"temperature": 1e-38, "top_p": 1e-45, "typical_p": 1e-45},
+        {"temperature": 3e38, "top_p": 0.5},
+    ],
+    ids=str,
+)
+def test_extreme_parameters_choose_a_token_that_the_grammar_allows(extreme: dict[str, float], is_sampled: bool) -> None:
+    logits = random_logits(7, 2, 70, 5.0)
+    logits[1] = torch.nan  # what a model may make in half precision
+    allowed = torch.zeros(2, 70, dtype=torch.bool)
+    allowed[:, 30:40] = True
+    asked = [Asked(**extreme, history=tuple(range(70)), is_sampled=is_sampled, top_k=50)] * 2
+    chosen = choose(logits, tensors(asked, 70, allowed=pack_bits(allowed.numpy())), ALL_STAGES)[:2]
+    assert all(30 <= token < 40 for token in chosen.int().tolist())
+
+
 def test_watermark_adds_its_delta_to_favoured_tokens_only() -> None:
     logits = random_logits(7, 2, 40, 1.0)
     favoured = np.zeros((2, 40), np.bool_)

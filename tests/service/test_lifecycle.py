@@ -15,7 +15,14 @@ import pytest
 
 from tests.driver import Driver, new_request
 from tests.scripted import Faults
-from tests.servers import ServerProcess, ready_server, start_model_server, start_scripted_server, wait_for
+from tests.servers import (
+    ServerProcess,
+    ready_server,
+    start_model_server,
+    start_scripted_server,
+    start_server,
+    wait_for,
+)
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
 
 LONG_S = 60.0
@@ -268,6 +275,25 @@ def test_second_server_on_the_same_path_is_refused_and_the_first_goes_on(tmp_pat
             assert "another server is listening" in second.log.read_text() + second.errors.read_text()
         with first.connect() as stub:
             stub.Health(pb.HealthRequest())
+
+
+def test_server_that_is_ready_first_keeps_the_path(tmp_path: Path) -> None:
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "uds-0").symlink_to(tmp_path / "uds-0")
+    with start_scripted_server(folder, Faults(load_s=6)) as slow:
+        slow.agent()
+        with ready_server(start_scripted_server(tmp_path, Faults())) as first:
+            assert slow.wait_until_gone(60) == 1
+            assert "another server is listening" in slow.log.read_text() + slow.errors.read_text()
+            with first.connect() as stub:
+                stub.Health(pb.HealthRequest())
+
+
+def test_path_that_cannot_be_listened_on_is_one_clear_line(tmp_path: Path) -> None:
+    with start_server(tmp_path, ["-m", "tests.scripted_server", "/proc/uds", "{}"]) as server:
+        assert server.wait_until_gone(60) == 1
+        assert "cannot listen on /proc/uds-0" in server.log.read_text() + server.errors.read_text()
 
 
 def test_root_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import random
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,14 @@ async def generate(prompts: list[str], socket_path: Path, max_new_tokens: int, c
         try:
             inputs = await _apply_chat_template(stub, prompts) if chat else prompts
             figures = Figures()
-            with open_display(prompts) as display:
-                await _stream(stub, _new_batch(inputs, max_new_tokens), display, figures)
+            batch = _new_batch(inputs, max_new_tokens)
+            try:
+                with open_display(prompts) as display:
+                    await _stream(stub, batch, display, figures)
+            finally:
+                # or an answer that cannot be shown any more would keep its slot for ever
+                with suppress(grpc.aio.AioRpcError):
+                    await stub.ClearCache(pb.ClearCacheRequest(id=batch.id))
             print(figures)
         except grpc.aio.AioRpcError as error:
             raise ClientError(error.details()) from error
@@ -84,7 +91,18 @@ def _visible_text(tokens: pb.Tokens) -> str:
 
 
 def _new_batch(inputs: Iterable[str], max_new_tokens: int) -> pb.Batch:
-    """Ids are random, so that several clients and a router can use one server."""
+    """Ids are random, so that several clients and a router can use one server.
+
+    Raises:
+        ClientError: a prompt is not text, or the number does not fit the wire format.
+    """
+    try:
+        return _batch(inputs, max_new_tokens)
+    except ValueError as error:
+        raise ClientError(f"this cannot be sent: {error}") from error
+
+
+def _batch(inputs: Iterable[str], max_new_tokens: int) -> pb.Batch:
     requests = [
         pb.Request(
             id=random.getrandbits(63),

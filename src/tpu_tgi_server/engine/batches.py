@@ -40,9 +40,12 @@ class BatchTable:
         for batch in batches:
             if batch.id not in self._batches:
                 raise EngineError(ErrorKind.UNKNOWN_BATCH, f"batch {batch.id} is not known")
+        named_in: dict[int, set[int]] = {}  # by batch, which may be there twice
+        for batch in batches:
+            named_in.setdefault(batch.id, set()).update(batch.request_ids)
         kept: list[int] = []
         dropped: list[int] = []
-        for batch_id, named in {batch.id: set(batch.request_ids) for batch in batches}.items():
+        for batch_id, named in named_in.items():
             for request_id in self._batches.pop(batch_id):
                 (kept if request_id in named else dropped).append(request_id)
         self._batches[batches[0].id] = kept

@@ -48,12 +48,12 @@ class GrammarState:
         The same array until `advance`. Bits at or beyond V are clear.
         """
         if self._mask is None:
-            bits = self._attempt(LLMatcher.compute_bitmask) if self.failure is None else b""
-            self._mask = self._grammar.own_mask(bits) if self.failure is None else self._grammar.eos_mask
+            mask = self._compute_mask() if self.failure is None else None
+            self._mask = self._grammar.eos_mask if mask is None else mask
         return self._mask
 
     def advance(self, token_id: int) -> None:
-        """Take the next token.
+        """Take the next token, and find out at once whether another can follow: a model need not have an EOS.
 
         Raises:
             RuntimeError: the mask forbids it, so the caller has not applied the mask.
@@ -66,6 +66,19 @@ class GrammarState:
         self._attempt(lambda matcher: matcher.consume_token(token_id))
         self._token_ids.append(token_id)
         self._mask = None
+        if not self.is_finished:
+            self.mask()
+
+    def _compute_mask(self) -> NDArray[np.int32] | None:
+        """None, and `failure`, if nothing may come next."""
+        bits = self._attempt(LLMatcher.compute_bitmask)
+        if self.failure is not None:
+            return None
+        mask = self._grammar.own_mask(bits)
+        if mask.any():
+            return mask
+        self.failure = "the model has no token that goes on"
+        return None
 
     def _attempt(self, action: Callable[[LLMatcher], Any]) -> Any:
         """Do something with the matcher, once more with a fresh one if it hits a limit.

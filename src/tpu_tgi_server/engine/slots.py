@@ -12,6 +12,8 @@ from tpu_tgi_server.model.interface import SamplerInputs
 from tpu_tgi_server.model.watermark import Watermark
 
 UINT64 = 2**64
+SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+"""An accelerator may read a float32 below this as 0."""
 
 
 class SlotTable:
@@ -91,7 +93,7 @@ class SlotTable:
         self._steps[slot] = 0
         self._is_sampled[slot] = sampling.is_sampled
         self._top_k[slot] = min(sampling.top_k, np.iinfo(np.int32).max)
-        self._temperature[slot] = sampling.temperature or 1
+        self._temperature[slot] = max(sampling.temperature or 1, SMALLEST_TEMPERATURE)
         self._top_p[slot] = sampling.top_p or 1
         self._typical_p[slot] = sampling.typical_p or 1
         self._repetition_penalty[slot] = sampling.repetition_penalty or 1

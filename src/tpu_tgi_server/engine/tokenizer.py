@@ -1,6 +1,7 @@
 """Text to token ids and back, with the rules about special tokens."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,15 @@ class Tokenizer:
         return count
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, exactly as they stand, special tokens included."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        """The text of ids, exactly as they stand, special tokens included.
+
+        Ids that only the model has have no text; a tokenizer written in Python would fail on them.
+        """
+        known = [id for id in ids if id < self.num_ids]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    @property
+    @cached_property
     def num_ids(self) -> int:
         """One more than the largest id; the model's vocabulary may be larger or smaller."""
         ids: list[int] = list(self._tokenizer.get_vocab().values())

@@ -1,5 +1,6 @@
 """What a request may ask for. A refusal names the field, and refuses the call as a whole."""
 
+from collections import Counter
 from collections.abc import Collection
 from math import inf, isfinite
 
@@ -25,7 +26,7 @@ def check_batch(batch: Batch, live_request_ids: Collection[int]) -> None:
     ids = [request.id for request in batch.requests]
     if not ids:
         raise _invalid("batch.requests is empty")
-    repeated = {id for id in ids if ids.count(id) > 1} | set(ids).intersection(live_request_ids)
+    repeated = {id for id, count in Counter(ids).items() if count > 1} | set(ids).intersection(live_request_ids)
     if repeated:
         raise _invalid(f"request id {min(repeated)} is used twice")
     if batch.is_liveness_probe and batch.requests[0].needs_sampler:
@@ -63,6 +64,17 @@ def check_prompt(request: Request, prompt_len: int, limits: Limits) -> None:
             request,
             f"inputs has {prompt_len} tokens, more than --max-input-tokens {limits.max_input_tokens} (see truncate)",
         )
+
+
+def check_vocabulary(request: Request, prompt_ids: Collection[int], vocab_size: int) -> None:
+    """Refuse a prompt with tokens that the tokenizer has and the model has not.
+
+    Raises:
+        EngineError: INVALID, naming the field.
+    """
+    largest = max(prompt_ids)
+    if largest >= vocab_size:
+        raise refused(request, f"inputs has token {largest}, which is beyond the model's vocabulary of {vocab_size}")
 
 
 def refused(request: Request, reason: str) -> EngineError:

@@ -125,7 +125,8 @@ class RootMailbox:
         return reply
 
     async def _in_thread(self, function: Callable[..., Reply], *arguments: object) -> Reply:
-        return await self._loop.run_in_executor(self._executor, function, *arguments)
+        # shielded, or a caller that goes away would take its command out of the queue
+        return await asyncio.shield(self._loop.run_in_executor(self._executor, function, *arguments))
 
     def _begin(self, agent: AgentProcess) -> None:
         """Let a loaded agent take commands, and watch over it also while there are none."""

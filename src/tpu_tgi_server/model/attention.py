@@ -38,7 +38,8 @@ class PrefillStep:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [1, K, T, D] to the cache; return what the queries look at, the same tensors."""
+        """Write keys and values [1, K, T, D] to the cache; return what the queries look at, these keys and values."""
+        values = finite(values)
         self.cache.write(layer, self.slots, self.cells, keys[0].transpose(0, 1), values[0].transpose(0, 1))
         return keys, values
 
@@ -68,7 +69,7 @@ class DecodeStep:
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, K, 1, D] to the cache; return the first C positions, each [B, K, C, D]."""
-        self.cache.write(layer, self.slots, self.positions, keys[:, :, 0], values[:, :, 0])
+        self.cache.write(layer, self.slots, self.positions, keys[:, :, 0], finite(values)[:, :, 0])
         return self.cache.read(layer, self.context_len)
 
     def visible(self, window: int | None) -> Tensor:
@@ -80,6 +81,15 @@ class DecodeStep:
             mask = mask if window is None else mask & (distance < window)
             self.masks[window] = mask[:, None, None, None, :]
         return self.masks[window]
+
+
+def finite(values: Tensor) -> Tensor:
+    """Values that a weight of 0 hides: a prompt that overflows would reach its neighbours and the slot's next request.
+
+    Keys need no such care, as hidden scores are replaced.
+    """
+    limits = torch.finfo(values.dtype)
+    return values.masked_fill(values.isnan(), 0).clamp(limits.min, limits.max)
 
 
 def attend(

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from tpu_tgi_server.model.interface import MAX_TOP_TOKENS
 
+MAX_SCORE = 1e30
+"""Scores are kept within this, so that no difference of two overflows, and only a grammar makes one infinite."""
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -108,6 +111,7 @@ def process_scores(scores: Tensor, inputs: SamplerTensors, stages: Stages) -> Te
     if stages.penalties:
         scores = penalise_repetition(scores, inputs.counts, inputs.repetition_penalty)
         scores = penalise_frequency(scores, inputs.counts, inputs.lengths, inputs.frequency_penalty)
+    scores = bound(scores)
     if stages.grammar:
         scores = scores.masked_fill(~unpack_bits(inputs.allowed, scores.shape[-1]), -torch.inf)
     return scores
@@ -121,6 +125,11 @@ def penalise_repetition(scores: Tensor, counts: Tensor, penalty: Tensor) -> Tens
 def penalise_frequency(scores: Tensor, counts: Tensor, lengths: Tensor, penalty: Tensor) -> Tensor:
     """Subtract the penalty times the token's share of the sequence so far (TGI's batched rule)."""
     return scores - penalty * (counts / lengths)
+
+
+def bound(scores: Tensor) -> Tensor:
+    """Finite scores, whatever an extreme penalty or the model has made of them: what is not a number comes last."""
+    return scores.masked_fill(scores.isnan(), -MAX_SCORE).clamp(-MAX_SCORE, MAX_SCORE)
 
 
 def filtered_probabilities(scores: Tensor, inputs: SamplerTensors, stages: Stages) -> Tensor:
@@ -158,7 +167,7 @@ def score_cutoff(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     cutoff_k = ranked.gather(-1, num_top_k.long() - 1)
     probabilities = torch.softmax(ranked.masked_fill(ranked < cutoff_k, -torch.inf), dim=-1)
     mass_above = probabilities.cumsum(-1) - probabilities
-    num_top_p = (mass_above < top_p).sum(-1, keepdim=True)
+    num_top_p = (mass_above < top_p).sum(-1, keepdim=True).clamp(min=1)
     cutoff_p = ranked.gather(-1, num_top_p - 1)
     return torch.where(top_p < 1, torch.maximum(cutoff_k, cutoff_p), cutoff_k)
 
@@ -180,8 +189,8 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     A parallel cumulative sum may fall a rounding error where it should stay level, so only tokens with mass count.
     """
     vocab_size = probabilities.shape[-1]
-    cumulative = probabilities.cumsum(-1)
-    is_past = (cumulative > uniform * cumulative.amax(-1, keepdim=True)) & (probabilities > 0)
+    cumulative = torch.where(probabilities > 0, probabilities.cumsum(-1), 0.0)
+    is_past = cumulative > uniform * cumulative.amax(-1, keepdim=True)
     columns = torch.arange(vocab_size, dtype=torch.int32, device=probabilities.device)
     first = torch.where(is_past, columns, vocab_size - 1).amin(-1, keepdim=True)
     return first.long()

@@ -61,8 +61,12 @@ async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox
         version.add_to_server(version.make_servicer(shard), server)
     names = (version.pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name for version in (v2, v3))
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+    check_socket_is_free(settings.socket_path)  # another server may have come while this one was loading
     settings.socket_path.unlink(missing_ok=True)
-    server.add_insecure_port(f"unix:{settings.socket_path}")
+    try:
+        server.add_insecure_port(f"unix:{settings.socket_path}")
+    except RuntimeError as error:
+        raise ValueError(f"cannot listen on {settings.socket_path}: choose another --uds-path") from error
     try:
         await server.start()
         logger.info("serving on {}", settings.socket_path)
