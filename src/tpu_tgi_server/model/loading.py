@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tpu_tgi_server.config import Dtype
@@ -56,6 +56,7 @@ def load_weights(
         attn_implementation=attention.ATTENTION_NAME,
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
+        generation_config=GenerationConfig(),  # the engine generates; or a file of it is looked for beside the weights
     )
     model = model.eval().requires_grad_(False).to(runtime.device)
     model.tie_weights()  # torch_xla copies a shared weight twice on the move
