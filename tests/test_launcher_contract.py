@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,26 +18,31 @@ from tests.servers import ROOT, wait_for
 from tests.tiny_model import MAX_POSITIONS
 
 COMMAND = "from tpu_tgi_server.cli import launcher_app; launcher_app()"
+CLOSE_STDIN = ("/bin/sh", "-c", 'exec "$@" <&-', "sh")
 START_TIMEOUT_S = 120.0
 
 
 class Shard:
-    """Owns a running `text-generation-server serve`; its output is read at the end."""
+    """Owns a running `text-generation-server serve`; its log is read all the while, as the launcher does."""
 
     def __init__(self, model: Path, uds_path: Path, options: tuple[str, ...], environment: dict[str, str]) -> None:
         self.socket = Path(f"{uds_path}-0")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "serve", str(model), "--uds-path", str(uds_path), *options],
-            stdin=subprocess.DEVNULL,
+            [*CLOSE_STDIN, sys.executable, "-c", COMMAND, "serve", str(model), "--uds-path", str(uds_path), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
             start_new_session=True,
         )
+        assert self.process.stdout is not None
+        output = self.process.stdout.fileno()
+        reader = ThreadPoolExecutor(1)
+        self._records = reader.submit(lambda: list(read_as_launcher(output)))
+        reader.shutdown(wait=False)
 
     def wait_until_ready(self) -> None:
         wait_for(lambda: self.socket.exists() or self.process.poll() is not None, START_TIMEOUT_S, "the socket")
-        assert self.process.poll() is None, self.process.communicate()
+        assert self.process.poll() is None, self.read_to_the_end(self.process.returncode)
 
     def stop(self) -> tuple[list[tuple[str, str]], str]:
         """End it as the launcher does; the records of its log, and its stderr."""
@@ -44,11 +50,17 @@ class Shard:
         return self.read_to_the_end(0)
 
     def read_to_the_end(self, status: int) -> tuple[list[tuple[str, str]], str]:
-        assert self.process.stdout is not None
-        records = list(read_as_launcher(self.process.stdout.fileno()))
-        _, errors = self.process.communicate(timeout=30)
-        assert self.process.returncode == status
-        return records, errors.decode()
+        records = self._records.result(START_TIMEOUT_S)
+        assert self.process.wait(30) == status
+        assert self.process.stderr is not None
+        return records, self.process.stderr.read().decode()
+
+    def close(self) -> None:
+        self.process.wait()
+        self._records.exception()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 @contextmanager
@@ -61,7 +73,7 @@ def shard(folder: Path, model: Path, *options: str, **variables: str) -> Iterato
     finally:
         with suppress(ProcessLookupError):
             os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.communicate()
+        running.close()
 
 
 def test_shard_starts_with_what_the_launcher_always_passes(tmp_path: Path, tiny_model_folder: Path) -> None:
