@@ -1,12 +1,12 @@
 # `make demo` and `make test` set up what they need. The steps of CI are these targets, in this order:
-# check, test.
+# check, docker-check, test.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_MODEL := .cache/SmolLM2-135M-Instruct
 
-.PHONY: setup proto check test bench demo model clean
+.PHONY: setup proto check docker-check test bench demo model clean
 
 setup: $(VENV)/.installed
 
@@ -30,6 +30,9 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docker-check: setup
+	$(BIN)/hadolint Dockerfile
 
 test: setup model
 	$(BIN)/python -m pytest
