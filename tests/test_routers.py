@@ -195,6 +195,16 @@ def test_agent_that_dies_under_load_is_replaced(tmp_path: Path, model: Path, ver
         assert server.agent().pid != agent.pid
 
 
+def test_skipped_warm_up_compiles_nothing_and_the_first_request_is_right(tmp_path: Path, model: Path) -> None:
+    options = ["--device", "xla-cpu", "--skip-warmup", "--max-total-tokens", "128", "--max-input-tokens", "100"]
+    with ready_server(start_model_server(tmp_path, model, *options)) as server:
+        with router_on(server, "v2", RouterLimits(100, 128, 256)) as router:
+            assert "warming up" not in server.log.read_text()
+            entry = router.submit(prompt_of_len(5), 5, new=3)
+            router.run()
+        check(entry, model)
+
+
 def test_v3_images_are_refused_by_name_and_the_text_of_chunks_is_the_prompt(server: ServerProcess, model: Path) -> None:
     with router_on(server, "v3") as router:
         refused = router.submit("look", 5, new=2)
@@ -228,4 +238,4 @@ def test_v3_router_whose_prefill_budget_is_beyond_all_slots_is_told_which_flag_t
         router_on(server, "v3", RouterLimits(max_batch_prefill_tokens=NUM_SLOTS * MAX_TOTAL_TOKENS + 1)),
     ):
         pass
-    assert "--max-batch-prefill-tokens 1024" in refusal.value.details()
+    assert "--max-batch-prefill-tokens 1024" in (refusal.value.details() or "")

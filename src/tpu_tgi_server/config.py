@@ -53,6 +53,7 @@ class Settings:
     max_batch_size: int = 8
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
+    skip_warmup: bool = False
     step_timeout_s: float = 600.0
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
@@ -96,6 +97,7 @@ VARIABLES = {
     "max_batch_size": Variable(("MAX_BATCH_SIZE",), int),
     "max_total_tokens": Variable(("MAX_TOTAL_TOKENS",), int),
     "max_input_tokens": Variable(("MAX_INPUT_TOKENS",), int),
+    "skip_warmup": Variable(("SKIP_WARMUP",), lambda text: text.lower() in ("1", "true")),
     "huggingface_hub_cache": Variable(("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), Path),
     "weights_cache_override": Variable(("WEIGHTS_CACHE_OVERRIDE",), Path),
     "hf_token": Variable(("HF_TOKEN", "HF_API_TOKEN"), str),

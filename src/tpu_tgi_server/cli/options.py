@@ -50,6 +50,13 @@ MaxTotalTokens = Annotated[
 MaxInputTokens = Annotated[
     int | None, _setting("max_input_tokens", "The longest prompt.", "one less than --max-total-tokens")
 ]
+SkipWarmup = Annotated[
+    bool | None,
+    typer.Option(
+        "--skip-warmup",
+        help="Answer Warmup without compiling: graphs compile when they are first needed. Environment: SKIP_WARMUP.",
+    ),
+]
 StepTimeout = Annotated[
     float | None,
     _setting("step_timeout_s", "Seconds that one step may take before the server counts as hung and ends."),

@@ -213,6 +213,7 @@ class ErrorKind(Enum):
     INVALID = "invalid"
     UNKNOWN_BATCH = "unknown batch"
     BUSY = "busy"
+    TOO_LARGE = "too large"
 
 
 class EngineError(Exception):

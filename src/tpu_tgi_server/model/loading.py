@@ -66,15 +66,38 @@ def load_weights(
 def allocate_cache(
     config: PreTrainedConfig, num_slots: int, max_total_tokens: int, dtype: torch.dtype, runtime: Runtime
 ) -> StaticCacheXla:
-    """A cache of zeros on the device."""
+    """A cache of zeros on the device.
+
+    Raises:
+        ValueError: it does not fit; the message says what would.
+    """
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    check_cache_fits(
+        num_slots,
+        bytes_a_slot=2 * config.num_hidden_layers * num_heads * head_size * max_total_tokens * dtype.itemsize,
+        free_bytes=runtime.free_memory_bytes(),
+    )
     zeros = torch.zeros(num_slots, num_heads, max_total_tokens, head_size, dtype=dtype)
 
     def layers() -> list[torch.Tensor]:
         return [runtime.to_device(zeros.clone()) for _ in range(config.num_hidden_layers)]
 
     return StaticCacheXla(keys=layers(), values=layers())
+
+
+def check_cache_fits(num_slots: int, bytes_a_slot: int, free_bytes: int | None) -> None:
+    """Refuse a cache that the device cannot hold before it is allocated.
+
+    Raises:
+        ValueError: what was asked, what there is, and the flags to change.
+    """
+    if free_bytes is None or num_slots * bytes_a_slot <= free_bytes:
+        return
+    raise ValueError(
+        f"the KV cache of {num_slots} slots takes {num_slots * bytes_a_slot / 1e9:.1f} GB, and "
+        f"{free_bytes / 1e9:.1f} GB are free beside the weights: lower --max-batch-size to {free_bytes // bytes_a_slot}, or --max-total-tokens"
+    )
 
 
 def make_steps(model: PreTrainedModel, cache: StaticCacheXla, watermark_delta: float, runtime: Runtime) -> DeviceSteps:

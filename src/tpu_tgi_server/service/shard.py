@@ -71,7 +71,8 @@ class Shard:
                 f"the router's max_input_tokens {max_input_tokens} is more than the shard's {limits.max_input_tokens}: "
                 f"start the shard with --max-input-tokens {max_input_tokens}, or lower the router's",
             )
-        await self._mailbox.warm_up()
+        if not self._settings.skip_warmup:
+            await self._mailbox.warm_up()
         return limits.num_cached_tokens
 
     async def _or_clear(self, step: Coroutine[Any, Any, StepResult], batch_ids: list[int]) -> StepResult:
