@@ -94,9 +94,10 @@ def check_cache_fits(num_slots: int, bytes_a_slot: int, free_bytes: int | None) 
     """
     if free_bytes is None or num_slots * bytes_a_slot <= free_bytes:
         return
+    wanted_gb, free_gb = num_slots * bytes_a_slot / 1e9, free_bytes / 1e9
     raise ValueError(
-        f"the KV cache of {num_slots} slots takes {num_slots * bytes_a_slot / 1e9:.1f} GB, and "
-        f"{free_bytes / 1e9:.1f} GB are free beside the weights: lower --max-batch-size to {free_bytes // bytes_a_slot}, or --max-total-tokens"
+        f"the KV cache of {num_slots} slots takes {wanted_gb:.1f} GB, and {free_gb:.1f} GB are free beside the weights: "
+        f"lower --max-batch-size to {free_bytes // bytes_a_slot}, or --max-total-tokens"
     )
 
 
