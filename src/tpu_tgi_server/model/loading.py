@@ -96,7 +96,7 @@ def check_cache_fits(num_slots: int, bytes_a_slot: int, free_bytes: int | None) 
         return
     wanted_gb, free_gb = num_slots * bytes_a_slot / 1e9, free_bytes / 1e9
     raise ValueError(
-        f"the KV cache of {num_slots} slots takes {wanted_gb:.1f} GB, and {free_gb:.1f} GB are free beside the weights: "
+        f"the KV cache of {num_slots} slots takes {wanted_gb:.1f} GB, and {free_gb:.1f} GB are free beside weights: "
         f"lower --max-batch-size to {free_bytes // bytes_a_slot}, or --max-total-tokens"
     )
 
