@@ -126,7 +126,9 @@ class RootMailbox:
 
     async def _in_thread(self, function: Callable[..., Reply], *arguments: object) -> Reply:
         # shielded, or a caller that goes away would take its command out of the queue
-        return await asyncio.shield(self._loop.run_in_executor(self._executor, function, *arguments))
+        running = self._loop.run_in_executor(self._executor, function, *arguments)
+        running.add_done_callback(_forget_failure)
+        return await asyncio.shield(running)
 
     def _begin(self, agent: AgentProcess) -> None:
         """Let a loaded agent take commands, and watch over it also while there are none."""
@@ -162,3 +164,9 @@ class RootMailbox:
             logger.info("the model is loaded again")
             self._begin(self._agent)
             return
+
+
+def _forget_failure(running: "asyncio.Future[Reply]") -> None:
+    """A failure that nobody waits for any more is none to report."""
+    if not running.cancelled():
+        running.exception()
