@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 PACKAGE = "tpu_tgi_server/pb"
-VERSIONS = {"v2": ROOT / "proto"}
+VERSIONS = {"v2": ROOT / "proto", "v3": ROOT / "proto" / "v3"}
 
 
 def generate_stubs(target: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
-from tpu_tgi_server.service import convert_v2 as convert
+from tpu_tgi_server.service.v2 import CONVERTER
 
 
 class Stub(Protocol):
@@ -27,16 +27,16 @@ class GeneratorStub:
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
-    def Prefill(self, request: pb.PrefillRequest, /) -> pb.PrefillResponse:  # noqa: N802
-        return convert.prefill_response(self._generator.prefill(convert.batch_from_pb(request.batch)))
+    def Prefill(self, request: pb.PrefillRequest, /) -> Any:  # noqa: N802
+        return CONVERTER.prefill_response(self._generator.prefill(CONVERTER.batch(request.batch)))
 
-    def Decode(self, request: pb.DecodeRequest, /) -> pb.DecodeResponse:  # noqa: N802
-        batches = tuple(map(convert.cached_batch_from_pb, request.batches))
-        return convert.decode_response(self._generator.decode(batches))
+    def Decode(self, request: pb.DecodeRequest, /) -> Any:  # noqa: N802
+        batches = tuple(map(CONVERTER.cached_batch, request.batches))
+        return CONVERTER.decode_response(self._generator.decode(batches))
 
     def FilterBatch(self, request: pb.FilterBatchRequest, /) -> pb.FilterBatchResponse:  # noqa: N802
         batch = self._generator.filter(request.batch_id, tuple(request.request_ids))
-        return pb.FilterBatchResponse(batch=convert.cached_batch_to_pb(batch))
+        return pb.FilterBatchResponse(batch=CONVERTER.cached_batch_message(batch))
 
     def ClearCache(self, request: pb.ClearCacheRequest, /) -> pb.ClearCacheResponse:  # noqa: N802
         self._generator.clear(request.id if request.HasField("id") else None)

@@ -4,7 +4,8 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from tpu_tgi_server.config import Settings
+from tests.launcher import SERVE_ALWAYS, SERVE_OPTIONAL, SERVE_REFUSED
+from tpu_tgi_server.config import VARIABLES, Settings
 from tpu_tgi_server.model import buckets
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +19,20 @@ def rows(text: str) -> list[list[str]]:
 def test_settings_page_lists_exactly_the_settings() -> None:
     documented = [row[0].strip("`") for row in rows((ROOT / "docs/settings.md").read_text())[2:]]
     assert documented == [field.name for field in fields(Settings)]
+
+
+def test_settings_page_names_the_variables_of_every_setting() -> None:
+    documented = {row[0].strip("`"): row[1] for row in rows((ROOT / "docs/settings.md").read_text())[2:]}
+    for name, variable in VARIABLES.items():
+        assert all(f"`{other}`" in documented[name] for other in variable.names), name
+
+
+def test_operating_page_has_every_option_of_the_launcher() -> None:
+    text = (ROOT / "docs/operating.md").read_text()
+    options = [SERVE_ALWAYS, *SERVE_OPTIONAL, *SERVE_REFUSED]
+    flags = {word for option in options for word in option if word.startswith("--")}
+    absent = {flag for flag in flags if flag not in text}
+    assert absent == {"--logger-level"}  # the launcher has LOG_LEVEL for it
 
 
 def test_architecture_page_lists_the_graphs_of_the_demo_model() -> None:

@@ -26,7 +26,7 @@ OUTSIDE = {
     "grpc": ["service", "client"],
     "google.protobuf": [],
     "tpu_tgi_server.pb": ["service", "client"],
-    "typer": ["cli.py"],
+    "typer": ["cli"],
     "multiprocessing": ["mailbox"],
 }
 """Which parts of the package may import what; generated stubs are not looked at."""

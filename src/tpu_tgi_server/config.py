@@ -6,8 +6,8 @@ package reads the environment for settings.
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -43,12 +43,17 @@ class Settings:
 
     model_id: str
     revision: str | None = None
+    trust_remote_code: bool = False
+    huggingface_hub_cache: Path | None = None
+    weights_cache_override: Path | None = None
+    hf_token: str | None = field(default=None, repr=False)
     uds_path: Path = Path("/tmp/text-generation-server")
     device: Device = Device.AUTO
     dtype: Dtype = Dtype.AUTO
     max_batch_size: int = 8
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
+    skip_warmup: bool = False
     step_timeout_s: float = 600.0
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
@@ -80,6 +85,77 @@ class Settings:
         return Path(f"{self.uds_path.absolute()}-0")
 
 
+@dataclass(frozen=True)
+class Variable:
+    """A setting's place in the environment: the first of `names` that is set, and not empty, counts."""
+
+    names: tuple[str, ...]
+    read: Callable[[str], object]
+
+
+VARIABLES = {
+    "max_batch_size": Variable(("MAX_BATCH_SIZE",), int),
+    "max_total_tokens": Variable(("MAX_TOTAL_TOKENS",), int),
+    "max_input_tokens": Variable(("MAX_INPUT_TOKENS",), int),
+    "skip_warmup": Variable(("SKIP_WARMUP",), lambda text: text.lower() in ("1", "true")),
+    "huggingface_hub_cache": Variable(("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), Path),
+    "weights_cache_override": Variable(("WEIGHTS_CACHE_OVERRIDE",), Path),
+    "hf_token": Variable(("HF_TOKEN", "HF_API_TOKEN"), str),
+    "watermark_gamma": Variable(("WATERMARK_GAMMA",), float),
+    "watermark_delta": Variable(("WATERMARK_DELTA",), float),
+}
+"""The settings that the environment can give. TGI's launcher passes some of its options only this way."""
+
+ONE_PROCESS = "one process drives all chips: start the launcher with --num-shard 1 and without --sharded"
+
+REFUSED_VARIABLES = {
+    "LORA_ADAPTERS": "LoRA adapters are not supported: merge the adapter into its model and serve that, "
+    "without --lora-adapters",
+    "ROPE_SCALING": "--rope-scaling is not supported: put the scaling into the model's config.json",
+    "ROPE_FACTOR": "--rope-factor is not supported: put the scaling into the model's config.json",
+}
+"""What an operator asked of the launcher, and must not believe to have."""
+
+NOISY_VARIABLES = ("HF_HUB_ENABLE_HF_TRANSFER",)
+"""Always set by the launcher; huggingface_hub ignores it, with a warning on stderr at every start."""
+
+
+def settings_from(environment: Mapping[str, str], **given: object) -> Settings:
+    """Settings from flags and environment: a flag that is not None wins over a variable, a variable over the default.
+
+    Raises:
+        ValueError: a value is illegal, or the environment asks for something that does not exist here.
+    """
+    if environment.get("WORLD_SIZE", "") not in ("", "1"):
+        raise ValueError(ONE_PROCESS)
+    for name, sentence in REFUSED_VARIABLES.items():
+        if environment.get(name):
+            raise ValueError(sentence)
+    values = {name: value for name, value in given.items() if value is not None}
+    for field_name, variable in VARIABLES.items():
+        found = next((name for name in variable.names if environment.get(name)), None)
+        if found and field_name not in values:
+            values[field_name] = _read(found, environment[found], variable.read)
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _read(name: str, text: str, read: Callable[[str], object]) -> object:
+    try:
+        return read(text)
+    except ValueError as error:
+        kind = "a whole number" if read is int else "a number"
+        raise ValueError(f"{name} must be {kind}, not {text!r}") from error
+
+
+def tidy_environment(environment: MutableMapping[str, str]) -> None:
+    """Take away what would mislead libraries that read the environment: variables set to nothing, and noise."""
+    empty = [
+        name for name, value in environment.items() if not value and name.startswith(("HF_", "HUGGINGFACE_", "PJRT_"))
+    ]
+    for name in (*empty, *NOISY_VARIABLES):
+        environment.pop(name, None)
+
+
 def resolve_device(device: Device, environment: Mapping[str, str], dev_folder: Path = Path("/dev")) -> Device:
     """Turn `auto` into a device: what PJRT_DEVICE says, else a TPU if its device files exist, else plain torch.
 
@@ -89,7 +165,7 @@ def resolve_device(device: Device, environment: Mapping[str, str], dev_folder: P
     if device is not Device.AUTO:
         return device
     pjrt_device = environment.get("PJRT_DEVICE")
-    if pjrt_device is not None:
+    if pjrt_device:
         known = {"TPU": Device.TPU, "CPU": Device.XLA_CPU}
         if pjrt_device not in known:
             raise ValueError(f"PJRT_DEVICE={pjrt_device} is not supported: use TPU or CPU, or give --device")

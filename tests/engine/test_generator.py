@@ -1,15 +1,19 @@
 """Continuous batching over the scripted model: batches, slots, waiting, and what is refused."""
 
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.driver import new_request
+from tests.driver import Driver, GeneratorStub, new_request
 from tests.engine.scripted_driver import MAX_TOTAL_TOKENS, NUM_SLOTS, ScriptedDriver
+from tests.reference import prompt_of_len
 from tests.scripted import ScriptedModel
 from tests.tiny_model import byte_level_tokenizer
+from tpu_tgi_server.config import Device, Settings
 from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.engine.loading import load_generator
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import (
     LIVENESS_ID,
@@ -23,7 +27,10 @@ from tpu_tgi_server.engine.types import (
     Sampling,
     Stopping,
 )
+from tpu_tgi_server.engine.validation import check_details
+from tpu_tgi_server.model.interface import OnGraph
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
+from tpu_tgi_server.runtime.cpu import CpuRuntime
 
 
 @pytest.fixture
@@ -358,4 +365,42 @@ def test_duplicate_ids_are_refused(driver: ScriptedDriver) -> None:
         assert refusal.value.kind is ErrorKind.INVALID
     driver.drain(running)
     assert len(driver.answers[1].ids) == 5
+    driver.check_all_slots_free()
+
+
+def test_prompt_details_of_one_call_stay_within_a_response_and_the_rest_follows(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_folder: Path
+) -> None:
+    """With a limit that two prompts of a hundred tokens fit, four of them take two calls."""
+    monkeypatch.setattr("tpu_tgi_server.engine.generator.MAX_DETAILS_BYTES", 4000)
+    settings = Settings(str(tiny_model_folder), device=Device.CPU, max_total_tokens=128, max_batch_size=4)
+    generator, _ = load_generator(settings, CpuRuntime(), lambda *_: None)
+    driver = Driver(GeneratorStub(generator))
+    prompt = prompt_of_len(100)
+    requests = [new_request(number, prompt, new=3, prefill_logprobs=True) for number in range(4)]
+    running = driver.prefill(1, *requests)
+    assert [number for number in range(4) if driver.answers[number].prefill_tokens] == [0, 1]
+    running = driver.decode(batch_of(running))
+    assert [number for number in range(4) if driver.answers[number].prefill_tokens] == [0, 1, 2, 3]
+    driver.drain(running)
+    assert len({tuple(driver.answers[number].ids) for number in range(4)}) == 1
+
+
+def test_prompt_details_that_no_response_holds_are_refused() -> None:
+    request = Request(1, "x" * 10**6, Stopping(1), prefill_logprobs=True)
+    with pytest.raises(EngineError, match="request 1: prefill_logprobs of 100000 tokens is more than"):
+        check_details(request, 100_000)
+    check_details(request, 10_000)
+
+
+def test_warm_up_that_runs_out_of_memory_says_which_flags_to_change(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(_on_graph: OnGraph) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
+
+    monkeypatch.setattr(driver.model, "warm_up", run_out)
+    with pytest.raises(EngineError, match="lower --max-batch-size") as refusal:
+        driver.generator.warm_up(lambda *_: None)
+    assert refusal.value.kind is ErrorKind.TOO_LARGE
     driver.check_all_slots_free()

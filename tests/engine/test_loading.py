@@ -47,3 +47,17 @@ def test_loading_reports_each_stage_as_it_ends(tiny_model_folder: Path) -> None:
     assert info.limits == Limits(8, MAX_POSITIONS - 1, MAX_POSITIONS)
     assert (info.folder, info.dtype, info.device_type) == (str(tiny_model_folder), "torch.float32", "cpu")
     assert info.sliding_window is None
+
+
+def test_weights_of_an_overriding_folder_are_loaded_with_the_model_s_config_and_tokenizer(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    model, weights = tmp_path / "model", tmp_path / "weights"
+    model.mkdir()
+    weights.mkdir()
+    for path in tiny_model_folder.iterdir():
+        target = weights if path.suffix == ".safetensors" else model
+        (target / path.name).symlink_to(path)
+    settings = Settings(str(model), device=Device.CPU, weights_cache_override=weights)
+    _, info = load_generator(settings, CpuRuntime(), lambda *_: None)
+    assert info.folder == str(model)

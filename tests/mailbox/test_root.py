@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 
@@ -43,7 +43,19 @@ async def started(mailbox: RootMailbox) -> AsyncIterator[RootMailbox]:
 
 
 def agents() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    """The living ones; a zombie has no command line."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def until_alive(mailbox: RootMailbox) -> None:
+    await until(lambda: mailbox.is_alive)
 
 
 def batch(batch_id: int, prompt: str = "prompt", new: int = 5) -> Batch:
@@ -103,8 +115,9 @@ async def test_agent_that_does_not_answer_in_time_is_killed() -> None:
         await mailbox.prefill(batch(1))
         with pytest.raises(AgentDiedError, match=r"did not answer within 0\.5 s"):
             await mailbox.decode((CachedBatch(1, (1,), 0),))
-        assert "did not answer" in await asyncio.wait_for(mailbox.died, 5)
         assert not mailbox.is_alive
+        await until_alive(mailbox)
+        assert (await mailbox.prefill(batch(1))).batch is not None, "batch 1 is unknown to the new agent"
 
 
 async def test_deadline_of_warm_up_counts_from_graph_to_graph() -> None:
@@ -119,16 +132,71 @@ async def test_killed_agent_fails_the_calls_in_flight_and_those_that_wait() -> N
         agents()[0].kill()
         outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
         assert [type(outcome) for outcome in outcomes] == [AgentDiedError] * 2
-        with pytest.raises(AgentDiedError):
-            await mailbox.clear(None)
 
 
-async def test_death_between_calls_is_noticed_without_a_call() -> None:
+async def test_death_between_calls_is_noticed_and_mended_without_a_call() -> None:
     async with started(new_mailbox(Faults())) as mailbox:
         assert mailbox.is_alive
+        (first,) = agents()
+        first.kill()
+        await until(lambda: not mailbox.is_alive)
+        await until_alive(mailbox)
+        (second,) = agents()
+        assert second.pid != first.pid
+        assert (await mailbox.prefill(batch(1))).batch is not None
+
+
+async def test_while_the_model_loads_again_steps_fail_and_nothing_is_live() -> None:
+    async with started(new_mailbox(Faults(load_s=1.0))) as mailbox:
         agents()[0].kill()
-        await asyncio.wait_for(mailbox.died, 5)
+        await until(lambda: not mailbox.is_alive)
+        for call in (mailbox.prefill(batch(2)), mailbox.decode((CachedBatch(1, (1,), 0),)), mailbox.warm_up()):
+            with pytest.raises(AgentDiedError, match="loaded again"):
+                await call
+        await mailbox.clear(1)
+        await mailbox.clear(None)
+        assert await mailbox.filter(1, (1,)) is None
+        await until_alive(mailbox)
+
+
+async def test_new_agent_is_warmed_up_if_the_old_one_was() -> None:
+    steps: list[Progress] = []
+    async with started(new_mailbox(Faults(), steps)) as mailbox:
+        await mailbox.warm_up()
+        steps.clear()
+        agents()[0].kill()
+        await until(lambda: not mailbox.is_alive)
+        await until_alive(mailbox)
+    assert [step.stage for step in steps] == ["loading"] * 2 + ["warming up"] * 3
+
+
+async def test_three_deaths_in_a_row_are_the_end() -> None:
+    async with started(new_mailbox(Faults(decode_error="the step failed"))) as mailbox:
+        for _ in range(3):
+            await until_alive(mailbox)
+            await mailbox.prefill(batch(1))
+            with pytest.raises(AgentDiedError, match="the step failed"):
+                await mailbox.decode((CachedBatch(1, (1,), 0),))
+        reason = await asyncio.wait_for(mailbox.failed, 5)
+        assert "the step failed" in reason
         assert not mailbox.is_alive
+
+
+async def test_a_step_between_deaths_starts_the_count_again() -> None:
+    async with started(new_mailbox(Faults())) as mailbox:
+        for number in range(4):
+            await mailbox.prefill(batch(number))
+            await mailbox.decode((CachedBatch(number, (number,), 0),))
+            agents()[0].kill()
+            await until(lambda: not mailbox.is_alive)
+            await until_alive(mailbox)
+        assert not mailbox.failed.done()
+
+
+async def test_close_ends_an_agent_that_is_being_loaded_again() -> None:
+    async with started(new_mailbox(Faults(load_s=2.0))) as mailbox:
+        agents()[0].kill()
+        await until(lambda: len(agents()) == 1 and not mailbox.is_alive)
 
 
 async def test_failure_to_load_says_why() -> None:
@@ -150,7 +218,7 @@ async def test_close_ends_a_busy_agent() -> None:
 
 async def test_mailbox_that_was_never_started_refuses_calls() -> None:
     mailbox = new_mailbox(Faults())
-    with pytest.raises(AgentDiedError, match="not started"):
-        await mailbox.clear(None)
+    with pytest.raises(AgentDiedError):
+        await mailbox.prefill(batch(1))
     assert not mailbox.is_alive
     await mailbox.close()

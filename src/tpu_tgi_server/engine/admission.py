@@ -7,7 +7,14 @@ from tpu_tgi_server.engine.grammar import GrammarCompiler, GrammarState
 from tpu_tgi_server.engine.sequence import Sequence
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import Batch, EngineError, Limits, Request
-from tpu_tgi_server.engine.validation import check_batch, check_prompt, check_request, check_vocabulary, refused
+from tpu_tgi_server.engine.validation import (
+    check_batch,
+    check_details,
+    check_prompt,
+    check_request,
+    check_vocabulary,
+    refused,
+)
 
 
 class Admission:
@@ -31,6 +38,7 @@ class Admission:
         check_request(request, self._vocab_size)
         prompt_ids = self._tokenizer.encode(request.inputs, request.truncate, request.add_special_tokens)
         check_prompt(request, len(prompt_ids), self._limits)
+        check_details(request, len(prompt_ids))
         check_vocabulary(request, prompt_ids, self._vocab_size)
         room = self._limits.max_total_tokens - len(prompt_ids)
         return Sequence(

@@ -16,7 +16,13 @@ from tpu_tgi_server.engine.sequence import Sequence
 from tpu_tgi_server.engine.slots import SlotTable
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, ErrorKind, Generation, Limits, StepResult
+from tpu_tgi_server.engine.validation import MAX_DETAILS_BYTES, details_bytes
 from tpu_tgi_server.model.interface import Model, NextTokens, OnGraph, Prompt
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""How XLA's errors begin when memory runs out."""
+
+TOO_LARGE_ADVICE = "lower --max-batch-size, --max-total-tokens or --max-input-tokens"
 
 
 class Generator:
@@ -34,6 +40,7 @@ class Generator:
         self._sequences: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._forward_ns = 0
+        self._details_bytes = 0
 
     def prefill(self, batch: Batch) -> StepResult:
         """Admit a batch and generate the first token of every request that gets a slot.
@@ -41,7 +48,7 @@ class Generator:
         Raises:
             EngineError: INVALID; no request of the batch was admitted.
         """
-        started = self._start_clock()
+        started = self._begin_call()
         if batch.id in self._batches:
             raise EngineError(ErrorKind.INVALID, f"batch {batch.id} is already live")
         sequences = self._admission.admit(batch, self._batches.all_request_ids())
@@ -60,13 +67,14 @@ class Generator:
         Raises:
             EngineError: UNKNOWN_BATCH or INVALID.
         """
-        started = self._start_clock()
+        started = self._begin_call()
         self._drop(self._batches.merge(batches))
+        concat_ns = time.perf_counter_ns() - started
         batch_id = batches[0].id
         members = (self._sequences[id] for id in self._batches.request_ids(batch_id))
         generations = self._step([sequence for sequence in members if sequence.slot is not None])
         generations += self._start_waiting(batch_id)
-        return self._result(batch_id, generations, started)
+        return self._result(batch_id, generations, started, concat_ns)
 
     def filter(self, batch_id: int, request_ids: Collection[int]) -> CachedBatch | None:
         """Keep only the named requests of one batch. Ids that it does not have are ignored; None if none is left."""
@@ -86,11 +94,19 @@ class Generator:
         """Run every graph once.
 
         Raises:
-            EngineError: BUSY; a request is live, and warm-up would overwrite its cache.
+            EngineError: BUSY; a request is live, and warm-up would overwrite its cache. TOO_LARGE; the device's
+                memory does not hold what the settings ask for.
         """
         if self._sequences:
             raise EngineError(ErrorKind.BUSY, "warm-up needs an idle server: clear the cache first")
-        self._model.warm_up(on_graph)
+        try:
+            self._model.warm_up(on_graph)
+        except RuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            raise EngineError(
+                ErrorKind.TOO_LARGE, f"the warm-up does not fit the device's memory: {TOO_LARGE_ADVICE}"
+            ) from error
 
     def _probe(self, sequence: Sequence) -> Generation:
         """Answer a liveness probe with one token of the model, in the scratch cell of whatever slot is there."""
@@ -111,10 +127,20 @@ class Generator:
         while True:
             first = islice(self._waiting, self._slots.num_free)
             starting = [sequence for sequence in first if sequence.request.id in members]
+            starting = self._within_one_response(starting)
             if not starting:
                 return generations
             for group in self._prefill_groups(starting):
                 generations += self._prefill(group)
+
+    def _within_one_response(self, starting: list[Sequence]) -> list[Sequence]:
+        """As many, in order, as one response has room for with the details of their prompts. The others wait on."""
+        for number, sequence in enumerate(starting):
+            if sequence.request.prefill_logprobs:
+                self._details_bytes += details_bytes(sequence.request, len(sequence.prompt_ids))
+                if self._details_bytes > MAX_DETAILS_BYTES:
+                    return starting[:number]
+        return starting
 
     def _prefill_groups(self, sequences: Iterable[Sequence]) -> list[list[Sequence]]:
         """Split into runs that fit one prefill each."""
@@ -168,11 +194,12 @@ class Generator:
         else:
             self._waiting.remove(sequence)
 
-    def _result(self, batch_id: int, generations: list[Generation], started: int) -> StepResult:
+    def _result(self, batch_id: int, generations: list[Generation], started: int, concat_ns: int = 0) -> StepResult:
         self._batches.keep(batch_id, self._sequences.keys())
         return StepResult(
             generations=tuple(generations),
             batch=self._cached_batch(batch_id),
+            concat_ns=concat_ns,
             forward_ns=self._forward_ns,
             total_ns=time.perf_counter_ns() - started,
         )
@@ -181,8 +208,10 @@ class Generator:
         ids = self._batches.request_ids(batch_id)
         return CachedBatch(batch_id, ids, max_tokens=len(ids) * self._max_total_tokens) if ids else None
 
-    def _start_clock(self) -> int:
+    def _begin_call(self) -> int:
+        """Set back what is counted within one call; the time."""
         self._forward_ns = 0
+        self._details_bytes = 0
         return time.perf_counter_ns()
 
     @contextmanager

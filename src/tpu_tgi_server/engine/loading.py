@@ -10,6 +10,7 @@ from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.tokenizer import load_tokenizer
 from tpu_tgi_server.engine.types import Limits, ModelInfo
 from tpu_tgi_server.model import loading
+from tpu_tgi_server.model.files import find_model_files
 from tpu_tgi_server.model.runner import ModelRunner
 from tpu_tgi_server.runtime.interface import Runtime
 
@@ -32,14 +33,14 @@ def load_generator(
     def done(stage: str) -> None:
         on_stage(stage, STAGES.index(stage) + 1, len(STAGES))
 
-    folder = loading.find_model_folder(settings.model_id, settings.revision)
-    config = loading.load_config(folder)
+    files = find_model_files(settings)
+    config = loading.load_config(files.folder, settings.trust_remote_code)
     limits = resolve_limits(settings, config)
     done("files")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(files.folder, settings.trust_remote_code)
     done("tokenizer")
     dtype = loading.DTYPES.get(settings.dtype, runtime.default_dtype)
-    weights = loading.load_weights(folder, dtype, runtime)
+    weights = loading.load_weights(files, dtype, runtime, settings.trust_remote_code)
     done("weights")
     cache = loading.allocate_cache(config, limits.num_slots, limits.max_total_tokens, dtype, runtime)
     steps = loading.make_steps(weights, cache, settings.watermark_delta, runtime)
@@ -54,7 +55,7 @@ def load_generator(
         settings.device,
     )
     info = ModelInfo(
-        folder=str(folder.absolute()),
+        folder=str(files.folder.absolute()),
         dtype=str(dtype),
         device_type=runtime.device_type,
         limits=limits,

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
+from tpu_tgi_server.model.files import needs_code
+
 
 class Tokenizer:
     """Owns a tokenizer of transformers, and the ids that mean something special to it."""
@@ -77,15 +79,18 @@ class Tokenizer:
         return str(backend.to_str())
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a model folder, with the end ids of its generation_config.json (an id, a list, or none).
 
     Raises:
         OSError: the folder has no tokenizer that can be loaded.
+        ValueError: the tokenizer is code in the folder, which is not trusted.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except ValueError as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(needs_code(folder)) from error
         raise OSError(f"no tokenizer in {folder}: {' '.join(str(error).split())}") from error
     return Tokenizer(tokenizer, _generation_eos_ids(folder))
 

@@ -164,13 +164,19 @@ class Generation:
 class StepResult:
     """The answer to a prefill or a decode. `batch` is None when no request of it is live any more.
 
-    Times are in nanoseconds: `forward_ns` in the model, `total_ns` overall; the difference is text and bookkeeping.
+    Times are in nanoseconds: `concat_ns` to merge batches, `forward_ns` in the model, `total_ns` overall.
     """
 
     generations: tuple[Generation, ...]
     batch: CachedBatch | None
+    concat_ns: int
     forward_ns: int
     total_ns: int
+
+    @property
+    def decode_ns(self) -> int:
+        """The rest: text, grammars, bookkeeping."""
+        return self.total_ns - self.forward_ns - self.concat_ns
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,11 @@ class Limits:
     num_slots: int
     max_input_tokens: int
     max_total_tokens: int
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """What all slots hold together."""
+        return self.num_slots * self.max_total_tokens
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,7 @@ class ErrorKind(Enum):
     INVALID = "invalid"
     UNKNOWN_BATCH = "unknown batch"
     BUSY = "busy"
+    TOO_LARGE = "too large"
 
 
 class EngineError(Exception):

@@ -7,6 +7,9 @@ from math import inf, isfinite
 from tpu_tgi_server.engine.types import LIVENESS_ID, Batch, EngineError, ErrorKind, GrammarType, Limits, Request
 from tpu_tgi_server.model.interface import MAX_TOP_TOKENS
 
+MAX_DETAILS_BYTES = 3 * 2**20
+"""Of all prompt details in one response. TGI's routers refuse responses of more than 4 MiB."""
+
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, inf),
     "top_p": (0, 1),
@@ -64,6 +67,25 @@ def check_prompt(request: Request, prompt_len: int, limits: Limits) -> None:
             request,
             f"inputs has {prompt_len} tokens, more than --max-input-tokens {limits.max_input_tokens} (see truncate)",
         )
+
+
+def check_details(request: Request, prompt_len: int) -> None:
+    """Refuse prompt details that no response holds.
+
+    Raises:
+        EngineError: INVALID, naming the field.
+    """
+    if request.prefill_logprobs and details_bytes(request, prompt_len) > MAX_DETAILS_BYTES:
+        raise refused(request, f"prefill_logprobs of {prompt_len} tokens is more than a response of 4 MiB holds")
+
+
+def details_bytes(request: Request, prompt_len: int) -> int:
+    """At most so many bytes of a response are taken by the details of a prompt.
+
+    A token takes up to 4 bytes of id, 4 of log-probability, 1 of flag and 3 around its text. All texts together are the
+    prompt's, where a part of a character alone counts 3 bytes a byte, and special tokens that the tokenizer adds.
+    """
+    return 16 * prompt_len + 3 * min(len(request.inputs.encode()), 64 * prompt_len)
 
 
 def check_vocabulary(request: Request, prompt_ids: Collection[int], vocab_size: int) -> None:

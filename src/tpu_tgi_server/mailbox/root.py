@@ -1,9 +1,15 @@
-"""The root's mailbox: one ordered stream of commands to the agent, as coroutines that never block the event loop."""
+"""The root's mailbox: one ordered stream of commands to the agent, as coroutines that never block the event loop.
+
+An agent that dies takes its requests with it, so calls in flight fail and its batches are unknown from then on. Another
+agent is started in its place, and while it loads the mailbox says so to every call that needs one.
+"""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from loguru import logger
 
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.types import Batch, CachedBatch, ModelInfo, StepResult
@@ -11,6 +17,7 @@ from tpu_tgi_server.mailbox.messages import (
     Clear,
     Command,
     Decode,
+    Done,
     Filter,
     Filtered,
     Prefill,
@@ -25,11 +32,14 @@ from tpu_tgi_server.mailbox.process import AgentDiedError, AgentProcess
 ReplyT = TypeVar("ReplyT")
 DEFAULT_LOADER = "tpu_tgi_server.engine.loading:load_generator"
 
+MAX_DEATHS = 3
+"""So many deaths without a Decode in between, and the server gives up: the next agent would die too."""
+
 
 class RootMailbox:
-    """Owns the agent and the one thread that talks to it. That thread's queue is the order of the commands.
+    """Owns the agent, and the one thread that talks to it. That thread's queue is the order of the commands.
 
-    `died` is done as soon as the agent's process has ended, whether a call was in flight or not.
+    `failed` is done with the reason when the server cannot go on: MAX_DEATHS deaths in a row.
     """
 
     def __init__(
@@ -41,79 +51,119 @@ class RootMailbox:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mailbox")
         self._loop = asyncio.get_running_loop()
         self._agent: AgentProcess | None = None
-        self.died: asyncio.Future[str] = self._loop.create_future()
+        self._restarting: asyncio.Task[None] | None = None
+        self._is_ready = False
+        self._is_warm = False
+        self._num_deaths = 0
+        self.failed: asyncio.Future[str] = self._loop.create_future()
 
     @property
     def is_alive(self) -> bool:
-        return self._agent is not None and not self.died.done()
+        """Whether an agent is there that takes commands."""
+        return self._is_ready
 
     async def start(self) -> ModelInfo:
-        """Spawn the agent and wait until its model is loaded.
+        """Spawn the first agent and wait until its model is loaded.
 
         Raises:
-            AgentDiedError: it could not load; the message says why.
+            AgentDiedError: it could not load; the message says why. It is not tried again.
         """
         self._agent = AgentProcess(self._settings, self._loader, self._on_progress)
-        self._loop.add_reader(self._agent.sentinel, self._on_sentinel)
         ready = await self._in_thread(self._agent.receive, None)
         assert isinstance(ready, Ready)
+        self._begin(self._agent)
         return ready.info
 
     async def prefill(self, batch: Batch) -> StepResult:
         """See `Generator.prefill`."""
-        return await self._call(StepResult, Prefill(batch), self._settings.step_timeout_s)
+        return await self._call(StepResult, Prefill(batch))
 
     async def decode(self, batches: tuple[CachedBatch, ...]) -> StepResult:
         """See `Generator.decode`."""
-        return await self._call(StepResult, Decode(batches), self._settings.step_timeout_s)
+        result = await self._call(StepResult, Decode(batches))
+        self._num_deaths = 0
+        return result
 
     async def filter(self, batch_id: int, request_ids: tuple[int, ...]) -> CachedBatch | None:
-        """See `Generator.filter`."""
-        filtered = await self._call(Filtered, Filter(batch_id, request_ids), self._settings.step_timeout_s)
-        return filtered.batch
+        """See `Generator.filter`. Without an agent no batch is live, so nothing is left of it."""
+        if not self._is_ready:
+            return None
+        return (await self._call(Filtered, Filter(batch_id, request_ids))).batch
 
     async def clear(self, batch_id: int | None) -> None:
-        """See `Generator.clear`."""
-        await self._call(object, Clear(batch_id), self._settings.step_timeout_s)
+        """See `Generator.clear`. Without an agent no batch is live, so there is nothing to do."""
+        if self._is_ready:
+            await self._call(Done, Clear(batch_id))
 
     async def warm_up(self) -> None:
         """See `Generator.warm_up`. The deadline counts from one compiled graph to the next."""
-        await self._call(object, WarmUp(), self._settings.step_timeout_s)
+        await self._call(Done, WarmUp())
+        self._is_warm = True
 
     async def close(self) -> None:
         """End the agent, however busy it is. Calls in flight raise AgentDiedError."""
+        self._is_ready = False
+        if self._restarting is not None:
+            self._restarting.cancel()
         if self._agent is not None:
             self._loop.remove_reader(self._agent.sentinel)
             await asyncio.to_thread(self._agent.stop)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _call(self, kind: type[ReplyT], command: Command, timeout_s: float) -> ReplyT:
-        if self._agent is None or self.died.done():
-            raise AgentDiedError(self.died.result() if self.died.done() else "the agent is not started")
-        reply = await self._in_thread(self._agent.request, command, timeout_s)
+    async def _call(self, kind: type[ReplyT], command: Command) -> ReplyT:
+        agent = self._agent
+        if agent is None or not self._is_ready:
+            raise AgentDiedError("the model is being loaded again after a failure, try later")
+        try:
+            reply = await self._in_thread(agent.request, command, self._settings.step_timeout_s)
+        except AgentDiedError as error:
+            self._on_death(agent, str(error))
+            raise
         if isinstance(reply, Refused):
             raise reply.error
         assert isinstance(reply, kind)
         return reply
 
     async def _in_thread(self, function: Callable[..., Reply], *arguments: object) -> Reply:
-        try:
-            # shielded, or a caller that goes away would take its command out of the queue
-            running = self._loop.run_in_executor(self._executor, function, *arguments)
-            running.add_done_callback(_forget_failure)
-            return await asyncio.shield(running)
-        except AgentDiedError as error:
-            self._mark_dead(str(error))
-            raise
+        # shielded, or a caller that goes away would take its command out of the queue
+        running = self._loop.run_in_executor(self._executor, function, *arguments)
+        running.add_done_callback(_forget_failure)
+        return await asyncio.shield(running)
 
-    def _on_sentinel(self) -> None:
-        assert self._agent is not None
-        self._loop.remove_reader(self._agent.sentinel)
-        self._mark_dead("the agent's process ended")
+    def _begin(self, agent: AgentProcess) -> None:
+        """Let a loaded agent take commands, and watch over it also while there are none."""
+        self._is_ready = True
+        self._loop.add_reader(agent.sentinel, self._on_death, agent, "the agent's process ended")
 
-    def _mark_dead(self, reason: str) -> None:
-        if not self.died.done():
-            self.died.set_result(reason)
+    def _on_death(self, agent: AgentProcess, reason: str) -> None:
+        """Called for a death as often as it is noticed; acts once."""
+        if agent is not self._agent or not self._is_ready:
+            return
+        self._is_ready = False
+        self._loop.remove_reader(agent.sentinel)
+        self._restarting = asyncio.create_task(self._replace(reason))
+
+    async def _replace(self, reason: str) -> None:
+        """Load agents until one is ready, or until MAX_DEATHS have died."""
+        while True:
+            assert self._agent is not None
+            await asyncio.to_thread(self._agent.stop)
+            self._num_deaths += 1
+            if self._num_deaths >= MAX_DEATHS:
+                self.failed.set_result(f"{reason} ({self._num_deaths} agents have died in a row)")
+                return
+            logger.error("{}; loading the model again", reason)
+            self._agent = AgentProcess(self._settings, self._loader, self._on_progress)
+            try:
+                await self._in_thread(self._agent.receive, None)
+                if self._is_warm:
+                    await self._in_thread(self._agent.request, WarmUp(), self._settings.step_timeout_s)
+            except AgentDiedError as error:
+                reason = str(error)
+                continue
+            logger.info("the model is loaded again")
+            self._begin(self._agent)
+            return
 
 
 def _forget_failure(running: "asyncio.Future[Reply]") -> None:

@@ -1,10 +1,17 @@
 """Plain torch on the host's processor: nothing is compiled, and every step runs as it is written."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def free_host_bytes() -> int:
+    """Memory that a program can still get, caches of files included."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 class CpuRuntime:
@@ -18,6 +25,10 @@ class CpuRuntime:
     def launch(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Call `function` right here."""
         function(0, *arguments)
+
+    def free_memory_bytes(self) -> int:
+        """The host's free memory."""
+        return free_host_bytes()
 
     def to_device(self, host: Tensor) -> Tensor:
         """Already there."""

@@ -32,6 +32,10 @@ class Runtime(Protocol):
         """Call `function(rank, *arguments)` in the place where the device may be used, and wait for its end."""
         ...
 
+    def free_memory_bytes(self) -> int | None:
+        """How much the device can still hold; None if it does not say."""
+        ...
+
     def to_device(self, host: Tensor) -> Tensor:
         """Copy to the device without compiling anything."""
         ...

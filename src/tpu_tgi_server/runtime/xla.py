@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.xla_multiprocessing as xmp
 from torch import Tensor
@@ -22,6 +23,7 @@ class XlaRuntime:
 
     def __init__(self, pjrt_device: str) -> None:
         os.environ["PJRT_DEVICE"] = pjrt_device
+        self._is_tpu = pjrt_device == "TPU"
         self.default_dtype = torch.bfloat16 if pjrt_device == "TPU" else torch.float32
 
     @property
@@ -35,6 +37,13 @@ class XlaRuntime:
         With nprocs=1 `xmp.spawn` starts no process: it sets the one-chip topology and calls.
         """
         xmp.spawn(function, args=arguments, nprocs=1)
+
+    def free_memory_bytes(self) -> int | None:
+        """What the chip reports; XLA's CPU client reports nothing."""
+        if not self._is_tpu:
+            return None
+        memory = xm.get_memory_info()
+        return int(memory["bytes_limit"]) - int(memory["bytes_used"])
 
     def to_device(self, host: Tensor) -> Tensor:
         """A transfer. (`torch.zeros(..., device=xla)` would compile a graph for each shape.)"""

@@ -13,6 +13,7 @@ STATUS = {
     ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorKind.UNKNOWN_BATCH: grpc.StatusCode.NOT_FOUND,
     ErrorKind.BUSY: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorKind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 

@@ -19,8 +19,7 @@ from tpu_tgi_server.engine.types import ModelInfo
 from tpu_tgi_server.mailbox.messages import Progress
 from tpu_tgi_server.mailbox.process import AgentDiedError
 from tpu_tgi_server.mailbox.root import DEFAULT_LOADER, RootMailbox
-from tpu_tgi_server.pb.v2 import generate_pb2, generate_pb2_grpc
-from tpu_tgi_server.service.servicer_v2 import ServicerV2
+from tpu_tgi_server.service import v2, v3
 from tpu_tgi_server.service.shard import Shard
 
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -50,16 +49,18 @@ async def serve(settings: Settings, on_progress: Callable[[Progress], None], loa
 
 
 async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox: RootMailbox, info: ModelInfo) -> int:
-    """Serve until told to stop (status 0) or until the agent dies (status 1)."""
+    """Serve until told to stop (status 0) or until the mailbox has failed (status 1)."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ]
     )
-    generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(ServicerV2(Shard(settings, mailbox, info)), server)
-    service_name = generate_pb2.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
-    reflection.enable_server_reflection((service_name, reflection.SERVICE_NAME), server)
+    shard = Shard(settings, mailbox, info)
+    for version in (v2, v3):
+        version.add_to_server(version.make_servicer(shard), server)
+    names = (version.pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name for version in (v2, v3))
+    reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
     check_socket_is_free(settings.socket_path)  # another server may have come while this one was loading
     settings.socket_path.unlink(missing_ok=True)
     try:
@@ -69,10 +70,10 @@ async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox
     try:
         await server.start()
         logger.info("serving on {}", settings.socket_path)
-        await _first(stop, mailbox.died)
-        if not mailbox.died.done():
+        await _first(stop, mailbox.failed)
+        if not mailbox.failed.done():
             return 0
-        logger.error("stopping: {}", mailbox.died.result())
+        logger.error("stopping: {}", mailbox.failed.result())
         return 1
     finally:
         stopping = asyncio.create_task(server.stop(LAST_WORDS_S))

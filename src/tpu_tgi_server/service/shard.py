@@ -53,7 +53,7 @@ class Shard:
         """Compile everything, after checking that the router's limits fit the shard's. 0: the router has no limit.
 
         Returns:
-            The tokens that all slots hold together.
+            The tokens that all slots hold together, which the router takes as its budget.
 
         Raises:
             EngineError: a limit of the router is beyond the shard's; the message names the flag.
@@ -71,8 +71,9 @@ class Shard:
                 f"the router's max_input_tokens {max_input_tokens} is more than the shard's {limits.max_input_tokens}: "
                 f"start the shard with --max-input-tokens {max_input_tokens}, or lower the router's",
             )
-        await self._mailbox.warm_up()
-        return limits.num_slots * limits.max_total_tokens
+        if not self._settings.skip_warmup:
+            await self._mailbox.warm_up()
+        return limits.num_cached_tokens
 
     async def _or_clear(self, step: Coroutine[Any, Any, StepResult], batch_ids: list[int]) -> StepResult:
         task = asyncio.ensure_future(step)
