@@ -54,6 +54,7 @@ class Settings:
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
     skip_warmup: bool = False
+    compilation_cache: Path | None = None
     step_timeout_s: float = 600.0
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0

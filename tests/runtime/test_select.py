@@ -2,12 +2,29 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.servers import ROOT
 from tpu_tgi_server.config import Device
 from tpu_tgi_server.runtime.select import select_runtime
+
+COMPILE_ONE = """
+import sys
+from pathlib import Path
+import torch
+from tpu_tgi_server.config import Device
+from tpu_tgi_server.runtime.select import select_runtime
+
+def main(rank, runtime):
+    print(runtime.run(lambda tensor: tensor * 3 + 1, runtime.to_device(torch.arange(3.0))).tolist())
+
+runtime = select_runtime(Device.XLA_CPU, Path(sys.argv[1]))
+runtime.launch(main, (runtime,))
+import torch_xla.debug.metrics as metrics
+print(metrics.counter_names())
+"""
 
 
 def run(code: str) -> str:
@@ -35,3 +52,25 @@ def test_choosing_xla_touches_no_device() -> None:
     code += "runtime = select_runtime(Device.XLA_CPU); import torch_xla\n"
     code += "print(runtime.device_type, torch_xla._XLAC._xla_runtime_is_initialized())"
     assert run(code) == "xla False"
+
+
+def test_compiled_graphs_are_kept_and_an_unreadable_one_is_compiled_again(tmp_path: Path) -> None:
+    """XLA's CPU client writes its graphs and cannot read them, so the second run falls back."""
+    outputs = [run_with(tmp_path / "cache") for _ in range(2)]
+    assert [output.splitlines()[0] for output in outputs] == ["[1.0, 4.0, 7.0]"] * 2
+    assert list((tmp_path / "cache").iterdir())
+    assert "PersistentCacheMiss" in outputs[0]
+    assert "PersistentCacheDeserializeFailure" in outputs[1]
+
+
+def test_folder_for_graphs_that_cannot_be_made_is_no_reason_not_to_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert run_with(tmp_path / "file" / "cache").splitlines()[-2] == "[1.0, 4.0, 7.0]"
+
+
+def run_with(cache: Path) -> str:
+    command = [sys.executable, "-c", COMPILE_ONE, str(cache)]
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

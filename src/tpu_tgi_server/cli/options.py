@@ -57,6 +57,14 @@ SkipWarmup = Annotated[
         help="Answer Warmup without compiling: graphs compile when they are first needed. Environment: SKIP_WARMUP.",
     ),
 ]
+CompilationCache = Annotated[
+    Path | None,
+    _setting(
+        "compilation_cache",
+        "Folder for compiled graphs, so that a later start need not compile them again.",
+        "~/.cache/tpu-tgi-server on a TPU, none elsewhere",
+    ),
+]
 StepTimeout = Annotated[
     float | None,
     _setting("step_timeout_s", "Seconds that one step may take before the server counts as hung and ends."),

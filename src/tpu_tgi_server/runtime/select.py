@@ -1,14 +1,19 @@
 """Turns the device setting into a runtime. torch_xla is imported only when it is asked for."""
 
 import os
+from pathlib import Path
 
 from tpu_tgi_server.config import Device
 from tpu_tgi_server.runtime.cpu import CpuRuntime
 from tpu_tgi_server.runtime.interface import Runtime
 
 
-def select_runtime(device: Device) -> Runtime:
+def select_runtime(device: Device, compilation_cache: Path | None = None) -> Runtime:
     """The runtime for a device that is not `auto` any more.
+
+    Args:
+        device: where the model runs.
+        compilation_cache: where compiled graphs are kept; None for the default of the device.
 
     Raises:
         ValueError: torch_xla is needed and not installed, or `device` is still `auto`.
@@ -22,4 +27,6 @@ def select_runtime(device: Device) -> Runtime:
         from tpu_tgi_server.runtime.xla import XlaRuntime
     except ImportError as error:
         raise ValueError(f"--device {device} needs torch_xla 2.9, which is not usable here: {error}") from error
-    return XlaRuntime("TPU" if device is Device.TPU else "CPU")
+    if device is Device.TPU:
+        return XlaRuntime("TPU", compilation_cache or Path.home() / ".cache/tpu-tgi-server")
+    return XlaRuntime("CPU", compilation_cache)

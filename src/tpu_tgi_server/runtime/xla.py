@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.runtime as xr
+from loguru import logger
 from torch import Tensor
 
 
@@ -21,8 +24,10 @@ class XlaRuntime:
     is_compiled = True
     device_type = "xla"
 
-    def __init__(self, pjrt_device: str) -> None:
+    def __init__(self, pjrt_device: str, compilation_cache: Path | None = None) -> None:
         os.environ["PJRT_DEVICE"] = pjrt_device
+        if compilation_cache is not None:
+            use_compilation_cache(compilation_cache)
         self._is_tpu = pjrt_device == "TPU"
         self.default_dtype = torch.bfloat16 if pjrt_device == "TPU" else torch.float32
 
@@ -64,3 +69,13 @@ class XlaRuntime:
         """The counter of torch_xla's own metrics."""
         data = metrics.metric_data("CompileTime")
         return 0 if data is None else int(data[0])
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Keep compiled graphs in a folder. One that cannot be written is no reason not to serve."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("compiled graphs are not kept: {}", error)
+        return
+    xr.initialize_cache(str(folder))
