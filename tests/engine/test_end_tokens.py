@@ -67,6 +67,18 @@ def test_no_end_id_at_all_is_no_error(tiny_model_folder: Path, tmp_path: Path) -
     assert len(ask(folder_with(tiny_model_folder, tmp_path, eos_token_id=None), new=5).ids) == 5
 
 
+def test_end_ids_of_the_models_config_count_where_there_is_no_generation_config(
+    tiny_model_folder: Path, tmp_path: Path, end_id: int
+) -> None:
+    folder = folder_with(tiny_model_folder, tmp_path)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, end_id]}))
+    end = ask(folder, new=20).end
+    assert end is not None
+    assert (end.generated_tokens, end.finish_reason) == (5, pb.FINISH_REASON_EOS_TOKEN)
+
+
 def test_sampling_defaults_of_the_folder_are_not_used(tiny_model_folder: Path, tmp_path: Path) -> None:
     """As in TGI, what a client leaves out is neutral. With the folder's top_k every draw would be the best token."""
     folder = folder_with(tiny_model_folder, tmp_path, top_k=1, do_sample=True, temperature=0.01)

@@ -77,7 +77,6 @@ def saved_tokenizer(folder: Path, generation_config: dict[str, Any] | None) -> T
 @pytest.mark.parametrize(
     ("generation_config", "eos_ids"),
     [
-        (None, {EOS_ID}),
         ({"eos_token_id": None}, {EOS_ID}),
         ({}, {EOS_ID}),
         ({"eos_token_id": 7}, {7, EOS_ID}),
@@ -85,7 +84,7 @@ def saved_tokenizer(folder: Path, generation_config: dict[str, Any] | None) -> T
     ],
 )
 def test_end_ids_are_those_of_generation_config_and_tokenizer(
-    tmp_path: Path, generation_config: dict[str, Any] | None, eos_ids: set[int]
+    tmp_path: Path, generation_config: dict[str, Any], eos_ids: set[int]
 ) -> None:
     assert saved_tokenizer(tmp_path, generation_config).eos_ids == eos_ids
 

@@ -1,11 +1,12 @@
 """Text to token ids and back, with the rules about special tokens."""
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from tpu_tgi_server.model.files import needs_code
 
@@ -96,9 +97,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def _generation_eos_ids(folder: Path) -> tuple[int, ...]:
-    if not (folder / "generation_config.json").exists():
-        return ()
-    eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    """From generation_config.json, or where there is none from config.json, as transformers takes them."""
+    file = folder / "generation_config.json"
+    eos = json.loads((file if file.exists() else folder / "config.json").read_text()).get("eos_token_id")
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
