@@ -67,10 +67,9 @@ def test_tokenizer_without_special_tokens_works() -> None:
     assert tokenizer.encode("xyz", 0, None)[1:] == letters(tokenizer, "xyz")
 
 
-def saved_tokenizer(folder: Path, generation_config: dict[str, Any] | None) -> Tokenizer:
+def saved_tokenizer(folder: Path, generation_config: dict[str, Any]) -> Tokenizer:
     byte_level_tokenizer().save_pretrained(folder)
-    if generation_config is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
     return load_tokenizer(folder)
 
 
