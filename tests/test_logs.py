@@ -103,3 +103,13 @@ def test_records_of_several_processes_do_not_mix_on_one_pipe(tmp_path: Path) -> 
     for writer in writers:
         texts = [record["text"] for record in records if record["record"]["process"] == writer.pid]
         assert texts == [f"{number} {'é' * 250}" for number in range(2000)]
+
+
+def test_program_without_a_standard_output_logs_nowhere_and_not_into_its_files(tmp_path: Path) -> None:
+    code = f"configure('INFO', True)\nfile = open({str(tmp_path / 'file')!r}, 'w')\nlogger.info('lost')\nfile.close()"
+    command = ["/bin/sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, SETUP + code]
+    done = subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT / "src")}, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_text() == ""

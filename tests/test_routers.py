@@ -92,6 +92,21 @@ def test_start_sequence(server: ServerProcess, version: str, limits: RouterLimit
         router.check_health(with_prefill=True)
 
 
+def test_log_has_nothing_of_prompts_or_answers(server: ServerProcess, version: str) -> None:
+    """Neither of those that are served nor of those that are refused."""
+    secret = "xyzzy plugh"
+    with router_on(server, version) as router:
+        served = router.submit(secret, 12, new=8, parameters={"do_sample": True, "seed": 1})
+        router.run()
+        refused = router.submit(secret, 12, new=8, parameters={"temperature": -1.0})
+        router.run()
+    assert served.answer.end is not None
+    assert refused.error is not None
+    log = server.log.read_text() + server.errors.read_text()
+    assert "xyzzy" not in log + refused.error
+    assert served.answer.end.text not in log
+
+
 def test_v3_takes_the_shards_limits_where_the_router_has_none(server: ServerProcess) -> None:
     with router_on(server, "v3", RouterLimits(max_batch_prefill_tokens=64)):
         pass

@@ -35,6 +35,7 @@ def configure_logging(level: str, json_output: bool) -> None:
     Raises:
         ValueError: `level` is not a level.
     """
+    _hold_stdout()
     logger.remove()
     name = level.upper()
     minimum: str | int = _OFF if name == "OFF" else _LOGGER_LEVELS.get(name, name)
@@ -46,6 +47,14 @@ def configure_logging(level: str, json_output: bool) -> None:
         diagnose=False,  # it would print the values of variables: prompts and answers
     )
     logging.basicConfig(handlers=[_ToLoguru()], level=logging.WARNING, force=True)
+
+
+def _hold_stdout() -> None:
+    """If the program was started without a standard output, keep its number from being given to a socket or a file."""
+    try:
+        os.fstat(STDOUT)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
 
 
 def _write_json(message: "Message") -> None:

@@ -1,14 +1,13 @@
 """The command that fetches a model from the hub, or checks that a folder has one."""
 
 import os
-import sys
 
 from loguru import logger
 
 from tpu_tgi_server.cli import options
 from tpu_tgi_server.cli.serve import USAGE_ERROR, one_model
 from tpu_tgi_server.config import settings_from, tidy_environment
-from tpu_tgi_server.logs import configure_logging
+from tpu_tgi_server.logs import STDOUT, configure_logging
 
 SAFETENSORS = ".safetensors"
 
@@ -47,7 +46,7 @@ def download_weights(
     from tpu_tgi_server.model.files import find_model_files
     from tpu_tgi_server.progress import progress_display
 
-    display = progress_display(sys.stdout.isatty() and not settings.json_output)
+    display = progress_display(os.isatty(STDOUT) and not settings.json_output)
     try:
         files = find_model_files(
             settings, lambda name, done, total: display(Progress("downloading", name, done, total))

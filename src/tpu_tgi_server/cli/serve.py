@@ -8,7 +8,7 @@ from loguru import logger
 
 from tpu_tgi_server.cli import options
 from tpu_tgi_server.config import ONE_PROCESS, Device, Settings, resolve_device, settings_from, tidy_environment
-from tpu_tgi_server.logs import configure_logging
+from tpu_tgi_server.logs import STDOUT, configure_logging
 
 USAGE_ERROR = 2
 
@@ -108,7 +108,7 @@ def run_server(settings: Settings) -> int:
     from tpu_tgi_server.progress import progress_display
     from tpu_tgi_server.service.lifecycle import serve as serve_until_stopped
 
-    is_terminal = sys.stdout.isatty() and not settings.json_output
+    is_terminal = os.isatty(STDOUT) and not settings.json_output
     try:
         return asyncio.run(serve_until_stopped(settings, progress_display(is_terminal)))
     except ValueError as error:
