@@ -19,19 +19,26 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_stubs_are_generated_where_they_are_asked_for_and_importable(generated: Path) -> None:
+def test_stubs_of_both_versions_are_generated_where_they_are_asked_for(generated: Path) -> None:
     made = {str(path.relative_to(generated)) for path in generated.rglob("*") if path.is_file()}
-    stubs = {f"tpu_tgi_server/pb/v2/{name}" for name in ("generate_pb2.py", "generate_pb2.pyi", "generate_pb2_grpc.py")}
-    assert made == {*stubs, "tpu_tgi_server/pb/__init__.py", "tpu_tgi_server/pb/v2/__init__.py"}
-    use = "from tpu_tgi_server.pb.v2 import generate_pb2, generate_pb2_grpc; print(generate_pb2.DESCRIPTOR.package)"
+    names = ("__init__.py", "generate_pb2.py", "generate_pb2.pyi", "generate_pb2_grpc.py")
+    stubs = {f"tpu_tgi_server/pb/{version}/{name}" for version in ("v2", "v3") for name in names}
+    assert made == {*stubs, "tpu_tgi_server/pb/__init__.py"}
+
+
+def test_stubs_of_both_versions_live_in_one_process(generated: Path) -> None:
+    use = "from tpu_tgi_server.pb.v2 import generate_pb2 as v2, generate_pb2_grpc\n"
+    use += "from tpu_tgi_server.pb.v3 import generate_pb2 as v3, generate_pb2_grpc\n"
+    use += "print(v2.DESCRIPTOR.package, v3.DESCRIPTOR.package)"
     command = [sys.executable, "-c", use]
     done = subprocess.run(
         command, cwd=generated, env={"PYTHONPATH": str(generated)}, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "generate.v2\n"
+    assert done.stdout == "generate.v2 generate.v3\n"
 
 
-def test_stubs_in_use_are_those_of_the_proto_file(generated: Path) -> None:
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_stubs_in_use_are_those_of_the_proto_file(generated: Path, version: str) -> None:
     """A stale stub would hide a change in proto/."""
-    path = "tpu_tgi_server/pb/v2/generate_pb2.py"
+    path = f"tpu_tgi_server/pb/{version}/generate_pb2.py"
     assert (ROOT / "src" / path).read_text() == (generated / path).read_text()

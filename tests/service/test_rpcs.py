@@ -98,7 +98,10 @@ def test_steps_report_their_times(stub: Any) -> None:
     decoded = stub.Decode(pb.DecodeRequest(batches=[prefilled.batch]))
     for response in (prefilled, decoded):
         assert response.forward_ns > 0
-        assert response.total_ns == response.forward_ns + response.decode_ns
+        assert response.decode_ns > 0
+    assert decoded.concat_ns > 0
+    assert prefilled.total_ns == prefilled.forward_ns + prefilled.decode_ns
+    assert decoded.total_ns == decoded.concat_ns + decoded.forward_ns + decoded.decode_ns
 
 
 def test_decode_of_an_unknown_batch_is_not_found(stub: Any) -> None:

@@ -54,7 +54,8 @@ SkipWarmup = Annotated[
     bool | None,
     typer.Option(
         "--skip-warmup",
-        help="Answer Warmup without compiling: graphs compile when they are first needed. Environment: SKIP_WARMUP.",
+        help="Answer Warmup without compiling: graphs compile when they are first needed. Default: off. "
+        "Environment: SKIP_WARMUP.",
     ),
 ]
 CompilationCache = Annotated[
