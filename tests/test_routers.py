@@ -210,6 +210,24 @@ def test_agent_that_dies_under_load_is_replaced(tmp_path: Path, model: Path, ver
         assert server.agent().pid != agent.pid
 
 
+@pytest.mark.parametrize("max_total_tokens", [0, 1])
+def test_v3_warm_up_without_room_is_refused_before_anything_compiles(
+    server: ServerProcess, max_total_tokens: int
+) -> None:
+    with grpc.insecure_channel(f"unix:{server.socket}") as channel:
+        stub = grpc3.TextGenerationServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refusal:
+            stub.Warmup(pb3.WarmupRequest(max_prefill_tokens=64, max_total_tokens=max_total_tokens))
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_model_folder_may_have_any_name(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "modèle 模型"
+    folder.symlink_to(model)
+    with running_server(tmp_path, folder) as server, router_on(server, "v3") as router:
+        router.check_health()
+
+
 def test_skipped_warm_up_compiles_nothing_and_the_first_request_is_right(tmp_path: Path, model: Path) -> None:
     options = ["--device", "xla-cpu", "--skip-warmup", "--max-total-tokens", "128", "--max-input-tokens", "100"]
     with ready_server(start_model_server(tmp_path, model, *options)) as server:

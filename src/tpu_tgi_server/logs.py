@@ -55,6 +55,7 @@ def _hold_stdout() -> None:
         os.fstat(STDOUT)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+        os.set_inheritable(STDOUT, True)  # for the agent; dup2 does nothing if open() has returned this very number
 
 
 def _write_json(message: "Message") -> None:
@@ -105,4 +106,8 @@ class _ToLoguru(logging.Handler):
             level: str | int = logger.level(record.levelname).name
         except ValueError:
             level = record.levelno
-        logger.opt(exception=record.exc_info).log(level, record.getMessage())
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):  # a library's mistake in its own log call
+            message = str(record.msg)
+        logger.opt(exception=record.exc_info).log(level, message)

@@ -22,6 +22,8 @@ from tpu_tgi_server.runtime.cpu import CpuRuntime
         ({"max_total_tokens": 4096, "max_batch_size": 3}, 8192, Limits(3, 4095, 4096)),
         ({"max_total_tokens": 100, "max_input_tokens": 60}, 512, Limits(8, 60, 100)),
         ({"max_input_tokens": 60}, 512, Limits(8, 60, 512)),
+        ({"max_input_tokens": 3000}, 8192, Limits(8, 3000, 5048)),
+        ({"max_input_tokens": 7000}, 8192, Limits(8, 7000, 8192)),
     ],
 )
 def test_limits_are_what_is_asked_for_or_what_the_model_has(

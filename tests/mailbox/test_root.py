@@ -222,3 +222,34 @@ async def test_mailbox_that_was_never_started_refuses_calls() -> None:
         await mailbox.prefill(batch(1))
     assert not mailbox.is_alive
     await mailbox.close()
+
+
+async def test_filter_and_clear_in_flight_survive_the_death_of_the_agent() -> None:
+    """An error of either ends the batching task of TGI's routers."""
+    async with started(new_mailbox(Faults())) as mailbox:
+        await mailbox.prefill(batch(1))
+        (agent,) = agents()
+        agent.suspend()
+        calls = [asyncio.create_task(mailbox.filter(1, (1,))), asyncio.create_task(mailbox.clear(1))]
+        await asyncio.sleep(0.1)
+        agent.kill()
+        assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [None, None]
+
+
+async def test_stopped_agent_that_does_not_read_a_large_command_is_killed_in_time() -> None:
+    async with started(new_mailbox(Faults(), step_timeout_s=1.5)) as mailbox:
+        agents()[0].suspend()
+        with pytest.raises(AgentDiedError, match=r"did not answer within 1\.5 s"):
+            await asyncio.wait_for(mailbox.prefill(batch(1, "x" * 4_000_000)), 10)
+        await until_alive(mailbox)
+
+
+async def test_agent_that_cannot_be_replaced_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(new_mailbox(Faults())) as mailbox:
+
+        def fail(*_arguments: object) -> None:
+            raise OSError("no more processes")
+
+        monkeypatch.setattr("tpu_tgi_server.mailbox.root.AgentProcess", fail)
+        agents()[0].kill()
+        assert "no more processes" in await asyncio.wait_for(mailbox.failed, 10)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -121,6 +122,7 @@ async def _apply_chat_template(stub: Any, prompts: list[str]) -> list[str]:
     folder = metadata.get(MODEL_FOLDER_KEY)
     if folder is None:
         raise ClientError("the server does not say where its model is: use --raw")
+    folder = unquote(str(folder))
     os.environ["USE_TORCH_XLA"] = "0"  # or importing transformers imports torch_xla too
     from transformers import AutoTokenizer
 

@@ -67,11 +67,16 @@ def load_generator(
 def resolve_limits(settings: Settings, config: PreTrainedConfig) -> Limits:
     """The sizes to compile for: what the settings say, else 2048 tokens or what the model knows, if that is less.
 
+    A longer prompt than that, without a total, leaves 2048 tokens for the answer.
+
     Raises:
         ValueError: the settings ask for more positions than the model has.
     """
     max_positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_TOTAL_TOKENS
-    max_total_tokens = settings.max_total_tokens or min(DEFAULT_MAX_TOTAL_TOKENS, max_positions)
+    wanted = DEFAULT_MAX_TOTAL_TOKENS
+    if settings.max_input_tokens is not None and settings.max_input_tokens >= wanted:
+        wanted += settings.max_input_tokens
+    max_total_tokens = settings.max_total_tokens or min(wanted, max_positions)
     if max_total_tokens > max_positions:
         raise ValueError(f"--max-total-tokens {max_total_tokens} is more than the model's {max_positions} positions")
     max_input_tokens = settings.max_input_tokens or max_total_tokens - 1

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -35,6 +36,8 @@ class AgentProcess:
         )
         self._process.start()
         agent_end.close()  # or its end would never read as closed
+        self._timeout_s = settings.step_timeout_s
+        self._limit_blocking()
 
     @property
     def pid(self) -> int | None:
@@ -53,6 +56,8 @@ class AgentProcess:
         """
         try:
             self._connection.send(command)
+        except BlockingIOError as error:
+            raise self._overdue() from error
         except OSError as error:
             raise AgentDiedError(self._epitaph()) from error
         return self.receive(timeout_s)
@@ -67,10 +72,11 @@ class AgentProcess:
                 if not isinstance(message, Progress):
                     return message
                 self._on_progress(message)
+        except BlockingIOError as error:
+            raise self._overdue() from error
         except (EOFError, OSError) as error:
             raise AgentDiedError(self._epitaph()) from error
-        self._process.kill()
-        raise AgentDiedError(f"the agent did not answer within {timeout_s:g} s and was killed")
+        raise self._overdue()
 
     def stop(self) -> None:
         """End the process: ask, then SIGTERM, then SIGKILL. Blocks for at most three times STOP_GRACE_S."""
@@ -79,6 +85,19 @@ class AgentProcess:
             self._process.join(STOP_GRACE_S)
             if self._process.exitcode is not None:
                 return
+
+    def _limit_blocking(self) -> None:
+        """Let a read or a write in the middle of a message fail when the other end has stopped."""
+        seconds, rest = divmod(self._timeout_s, 1)
+        timeval = struct.pack("ll", int(seconds), int(rest * 1e6))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                end.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+    def _overdue(self) -> AgentDiedError:
+        """The end of an agent that has kept the root waiting for too long."""
+        self._process.kill()
+        return AgentDiedError(f"the agent did not answer within {self._timeout_s:g} s and was killed")
 
     def _hang_up(self) -> None:
         """Let the agent read an end of file. Closing would pull the descriptor from under a thread that waits on it."""

@@ -7,6 +7,7 @@ agent is started in its place, and while it loads the mailbox says so to every c
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from loguru import logger
@@ -33,7 +34,7 @@ ReplyT = TypeVar("ReplyT")
 DEFAULT_LOADER = "tpu_tgi_server.engine.loading:load_generator"
 
 MAX_DEATHS = 3
-"""So many deaths without a Decode in between, and the server gives up: the next agent would die too."""
+"""So many deaths without a request's end or a Decode in between, and the server gives up: the next would die too."""
 
 
 class RootMailbox:
@@ -76,7 +77,10 @@ class RootMailbox:
 
     async def prefill(self, batch: Batch) -> StepResult:
         """See `Generator.prefill`."""
-        return await self._call(StepResult, Prefill(batch))
+        result = await self._call(StepResult, Prefill(batch))
+        if result.batch is None:
+            self._num_deaths = 0
+        return result
 
     async def decode(self, batches: tuple[CachedBatch, ...]) -> StepResult:
         """See `Generator.decode`."""
@@ -85,14 +89,18 @@ class RootMailbox:
         return result
 
     async def filter(self, batch_id: int, request_ids: tuple[int, ...]) -> CachedBatch | None:
-        """See `Generator.filter`. Without an agent no batch is live, so nothing is left of it."""
-        if not self._is_ready:
+        """See `Generator.filter`. An agent that dies takes its batches along, so nothing is left of this one.
+
+        It raises nothing then: an error of FilterBatch or ClearCache ends the batching task of TGI's routers.
+        """
+        try:
+            return (await self._call(Filtered, Filter(batch_id, request_ids))).batch
+        except AgentDiedError:
             return None
-        return (await self._call(Filtered, Filter(batch_id, request_ids))).batch
 
     async def clear(self, batch_id: int | None) -> None:
-        """See `Generator.clear`. Without an agent no batch is live, so there is nothing to do."""
-        if self._is_ready:
+        """See `Generator.clear`. An agent that dies takes its batches along, so there is nothing left to do."""
+        with suppress(AgentDiedError):
             await self._call(Done, Clear(batch_id))
 
     async def warm_up(self) -> None:
@@ -142,6 +150,15 @@ class RootMailbox:
         self._is_ready = False
         self._loop.remove_reader(agent.sentinel)
         self._restarting = asyncio.create_task(self._replace(reason))
+        self._restarting.add_done_callback(self._on_replaced)
+
+    def _on_replaced(self, replacing: "asyncio.Task[None]") -> None:
+        """Whatever keeps an agent from being replaced at all (no process can be started) ends the server."""
+        if replacing.cancelled():
+            return
+        error = replacing.exception()
+        if error is not None:
+            self.failed.set_result(f"the model cannot be loaded again: {type(error).__name__}: {error}")
 
     async def _replace(self, reason: str) -> None:
         """Load agents until one is ready, or until MAX_DEATHS have died."""
@@ -157,7 +174,9 @@ class RootMailbox:
             try:
                 await self._in_thread(self._agent.receive, None)
                 if self._is_warm:
-                    await self._in_thread(self._agent.request, WarmUp(), self._settings.step_timeout_s)
+                    reply = await self._in_thread(self._agent.request, WarmUp(), self._settings.step_timeout_s)
+                    if isinstance(reply, Refused):
+                        raise AgentDiedError(reply.error.message)
             except AgentDiedError as error:
                 reason = str(error)
                 continue

@@ -37,8 +37,9 @@ async def serve(settings: Settings, on_progress: Callable[[Progress], None], loa
     try:
         starting = asyncio.create_task(mailbox.start())
         await _first(starting, stop)
-        if not starting.done():
+        if stop.done():
             starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
             return 0
         return await _serve_until(stop, settings, mailbox, starting.result())
     except AgentDiedError as error:
@@ -95,7 +96,10 @@ def check_socket_is_free(path: Path) -> None:
     if not path.is_socket():
         raise ValueError(f"{path} exists and is not a socket: choose another --uds-path")
     with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError, FileNotFoundError):
-        probe.connect(str(path))
+        try:
+            probe.connect(str(path))
+        except PermissionError as error:
+            raise ValueError(f"{path} belongs to another user: choose another --uds-path") from error
         raise ValueError(f"another server is listening on {path}: choose another --uds-path")
 
 

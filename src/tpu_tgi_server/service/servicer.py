@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 from tpu_tgi_server.engine.types import ModelInfo
 from tpu_tgi_server.service.convert import Converter, Message
@@ -9,7 +10,7 @@ from tpu_tgi_server.service.errors import grpc_errors
 from tpu_tgi_server.service.shard import Shard
 
 MODEL_FOLDER_KEY = "tpu-tgi-model-folder"
-"""Metadata of the Info response, for clients on the same host that want the model's chat template."""
+"""Metadata of the Info response, quoted as in a URL: where clients on the same host find the model's chat template."""
 
 Context = Any  # grpc.aio.ServicerContext, whose type parameters gRPC's generated code does not use
 
@@ -43,7 +44,7 @@ class Servicer:
         return self._pb.HealthResponse()
 
     async def Info(self, request: Message, context: Context) -> Message:
-        await context.send_initial_metadata([(MODEL_FOLDER_KEY, self._shard.info.folder)])
+        await context.send_initial_metadata([(MODEL_FOLDER_KEY, quote(self._shard.info.folder))])
         return self._pb.InfoResponse(**self._info_fields(self._shard.info))
 
     async def ServiceDiscovery(self, request: Message, context: Context) -> Message:

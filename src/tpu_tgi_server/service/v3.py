@@ -66,6 +66,11 @@ async def warm_up(shard: Shard, request: Message) -> Message:
     max_total_tokens = request.max_total_tokens if has_total else limits.max_total_tokens
     longest_input = min(limits.max_input_tokens, max_total_tokens - 1, max_prefill_tokens or limits.max_input_tokens)
     max_input_tokens = request.max_input_tokens if has_input else longest_input
+    if not 1 <= max_input_tokens < max_total_tokens:
+        raise EngineError(
+            ErrorKind.INVALID,
+            f"the router's max_input_tokens {max_input_tokens} and max_total_tokens {max_total_tokens} leave no room",
+        )
     total = await shard.warm_up(max_input_tokens, max_total_tokens)
     return pb.WarmupResponse(
         max_supported_total_tokens=total, max_input_tokens=max_input_tokens, max_total_tokens=max_total_tokens
