@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -37,6 +38,7 @@ class AgentProcess:
         self._process.start()
         agent_end.close()  # or its end would never read as closed
         self._timeout_s = settings.step_timeout_s
+        self._waiting = threading.Lock()
         self._limit_blocking()
 
     @property
@@ -82,8 +84,7 @@ class AgentProcess:
         """End the process: ask, then SIGTERM, then SIGKILL. Blocks for at most three times STOP_GRACE_S."""
         for end in (self._hang_up, self._process.terminate, self._process.kill):
             end()
-            self._process.join(STOP_GRACE_S)
-            if self._process.exitcode is not None:
+            if self._wait_for_status() is not None:
                 return
 
     def _limit_blocking(self) -> None:
@@ -104,9 +105,14 @@ class AgentProcess:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as half, suppress(OSError):
             half.shutdown(socket.SHUT_WR)
 
+    def _wait_for_status(self) -> int | None:
+        """The exit status, if the process ends in time. One thread at a time: of two that wait, one would miss it."""
+        with self._waiting:
+            self._process.join(STOP_GRACE_S)
+            return self._process.exitcode
+
     def _epitaph(self) -> str:
-        self._process.join(STOP_GRACE_S)
-        code = self._process.exitcode
+        code = self._wait_for_status()
         if code is None:
             return "the agent closed its connection"
         return f"the agent was ended by signal {-code}" if code < 0 else f"the agent exited with status {code}"
