@@ -308,7 +308,9 @@ def test_runaway_compilations_cannot_pile_up(tokenizer: Tokenizer, monkeypatch: 
     for count in range(5):
         with pytest.raises(EngineError):
             compiler.compile(".*" * (3000 + count), GrammarType.REGEX)
-    assert threading.active_count() <= num_threads + MAX_COMPILING
+    assert threading.active_count() <= num_threads + 2 * MAX_COMPILING, (
+        "those that compile, and those that wait for them"
+    )
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -412,6 +414,23 @@ def test_the_cache_returns_the_same_grammar_and_is_bounded(tokenizer: Tokenizer)
     assert len(compiler._cache) == MAX_CACHED_GRAMMARS
     assert compiler.compile("a{1}", GrammarType.REGEX) is first
     assert compiler.compile("a{2}", GrammarType.REGEX) is not second
+
+
+def test_more_grammars_at_once_than_the_cache_holds_are_all_kept(tokenizer: Tokenizer):
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE)
+    sources = [(f"a{{{count}}}", GrammarType.REGEX) for count in range(1, MAX_CACHED_GRAMMARS + 5)]
+    grammars = [compiling.result() for compiling in compiler.begin(sources)]
+    assert [compiler.compile(*source) for source in sources[-MAX_CACHED_GRAMMARS:]] == grammars[-MAX_CACHED_GRAMMARS:]
+    assert [compiling.result() for compiling in compiler.begin(sources)][-1] is grammars[-1]
+
+
+def test_a_refused_grammar_is_tried_again_when_it_comes_again(compiler: GrammarCompiler):
+    for _ in range(2):
+        (compiling,) = compiler.begin([("(", GrammarType.REGEX)])
+        with pytest.raises(EngineError):
+            compiler.compile("(", GrammarType.REGEX)
+        assert compiling.done()
+        assert compiler.begin([("(", GrammarType.REGEX)]) != [compiling]
 
 
 def test_the_same_text_as_json_and_as_regex_are_two_grammars(compiler: GrammarCompiler, tokenizer: Tokenizer):

@@ -13,7 +13,16 @@ import pytest
 from tests.reference import encode
 from tests.scripted import Faults, arithmetic_id
 from tpu_tgi_server.config import Device, Settings
-from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, ErrorKind, Request, Stopping
+from tpu_tgi_server.engine.types import (
+    Batch,
+    CachedBatch,
+    EngineError,
+    ErrorKind,
+    GrammarType,
+    Request,
+    Sampling,
+    Stopping,
+)
 from tpu_tgi_server.mailbox.messages import Progress
 from tpu_tgi_server.mailbox.process import AgentDiedError
 from tpu_tgi_server.mailbox.root import RootMailbox
@@ -88,6 +97,23 @@ async def test_refusal_comes_back_as_it_was_raised_and_the_agent_goes_on() -> No
         assert refusal.value.kind is ErrorKind.INVALID
         await mailbox.clear(None)
         assert (await mailbox.prefill(batch(1))).batch == CachedBatch(1, (1,), 256)
+
+
+async def test_running_requests_are_stepped_while_a_heavy_grammar_compiles() -> None:
+    heavy = Sampling(grammar=".*" * 4000, grammar_type=GrammarType.REGEX)
+    async with started(new_mailbox(Faults())) as mailbox:
+        await mailbox.prefill(batch(1, new=200))
+        constrained = asyncio.create_task(mailbox.prefill(Batch(2, (Request(2, "prompt", Stopping(5), heavy),))))
+        num_steps = 0
+        while not constrained.done():
+            (generation,) = (await mailbox.decode((CachedBatch(1, (1,), 0),))).generations
+            num_steps += 1
+            assert generation.tokens.ids[0] == arithmetic_id(encode("prompt"), num_steps)
+            await asyncio.sleep(0.02)
+        with pytest.raises(EngineError, match="request 2: grammar .* does not compile within 2 seconds"):
+            await constrained
+        assert num_steps > 10
+        assert (await mailbox.filter(1, (1,))) == CachedBatch(1, (1,), 256)
 
 
 async def test_progress_is_passed_on_in_order() -> None:

@@ -1,12 +1,13 @@
 """From a request to a sequence that can start: checked, tokenised, with its grammar compiled."""
 
 from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import wait
 
 from tpu_tgi_server.engine.grammar import GrammarCompiler, GrammarState
 from tpu_tgi_server.engine.sequence import Sequence
 from tpu_tgi_server.engine.tokenizer import Tokenizer
-from tpu_tgi_server.engine.types import Batch, EngineError, Limits, Request
+from tpu_tgi_server.engine.types import Batch, EngineError, GrammarSource, Limits, Request
 from tpu_tgi_server.engine.validation import (
     check_batch,
     check_details,
@@ -24,6 +25,15 @@ class Admission:
         self._tokenizer = tokenizer
         self._limits = limits
         self._vocab_size = vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
+
+    def prepare(self, grammars: SequenceOf[GrammarSource], timeout_s: float) -> bool:
+        """Compile grammars in the background, waiting no longer than `timeout_s`.
+
+        Returns:
+            Whether `admit` finds them all compiled or refused, and need not wait.
+        """
+        return not wait(self._grammars.begin(grammars), timeout_s).not_done
 
     def admit(self, batch: Batch, live_request_ids: Collection[int]) -> list[Sequence]:
         """All requests of a batch, or none.
@@ -48,11 +58,6 @@ class Admission:
             tokenizer=self._tokenizer,
             grammar=self._grammar(request),
         )
-
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        """Made for the first request with a grammar: it takes tenths of a second, and not every tokenizer will do."""
-        return GrammarCompiler(self._tokenizer, self._vocab_size)
 
     def _grammar(self, request: Request) -> GrammarState | None:
         sampling = request.sampling

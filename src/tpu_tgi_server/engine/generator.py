@@ -7,6 +7,7 @@ request that has no slot yet waits in arrival order, in its batch, without a Gen
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from itertools import islice
 
@@ -15,7 +16,16 @@ from tpu_tgi_server.engine.batches import BatchTable
 from tpu_tgi_server.engine.sequence import Sequence
 from tpu_tgi_server.engine.slots import SlotTable
 from tpu_tgi_server.engine.tokenizer import Tokenizer
-from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, ErrorKind, Generation, Limits, StepResult
+from tpu_tgi_server.engine.types import (
+    Batch,
+    CachedBatch,
+    EngineError,
+    ErrorKind,
+    Generation,
+    GrammarSource,
+    Limits,
+    StepResult,
+)
 from tpu_tgi_server.engine.validation import MAX_DETAILS_BYTES, details_bytes
 from tpu_tgi_server.model.interface import Model, NextTokens, OnGraph, Prompt
 
@@ -41,6 +51,10 @@ class Generator:
         self._waiting: deque[Sequence] = deque()
         self._forward_ns = 0
         self._details_bytes = 0
+
+    def prepare(self, grammars: SequenceOf[GrammarSource], timeout_s: float) -> bool:
+        """Compile the grammars of a batch to come, in the background; whether they are done. See `Admission`."""
+        return self._admission.prepare(grammars, timeout_s)
 
     def prefill(self, batch: Batch) -> StepResult:
         """Admit a batch and generate the first token of every request that gets a slot.

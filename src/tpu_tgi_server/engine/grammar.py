@@ -7,7 +7,8 @@ a row of packed bits. What a request says under a grammar is a text that matches
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from tpu_tgi_server.engine.grammar_text import explained, refused, to_lark
 from tpu_tgi_server.engine.tokenizer import Tokenizer
-from tpu_tgi_server.engine.types import GrammarType
+from tpu_tgi_server.engine.types import EngineError, GrammarSource, GrammarType
 
 MAX_COMPILE_SECONDS = 2.0
 MAX_COMPILING = 2
@@ -136,60 +137,71 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Owns the compiled grammars that were used last. May be called from any thread."""
+    """Owns the compiled grammars that were used last. May be called from any thread.
+
+    Everything heavy happens on threads of its own: `begin` returns at once, and `compile` waits.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Prepare the vocabulary, which takes tenths of a second.
+        """Prepare nothing yet.
 
         Args:
             tokenizer: whose tokens the masks speak of.
             vocab_size: V, the number of logits of the model, which may differ from the tokenizer's.
-
-        Raises:
-            ValueError: it is not a tokenizer of the tokenizers library.
         """
-        eos_ids = sorted(id for id in tokenizer.eos_ids if id < vocab_size)
-        self._tokenizer = LLTokenizer(
-            tokenizer.to_json(), n_vocab=max(vocab_size, tokenizer.num_ids), eos_token=eos_ids or None
-        )
-        self._masks = (_packed(range(vocab_size), vocab_size), _packed(eos_ids, vocab_size))
+        self._vocabulary = _Vocabulary(tokenizer, vocab_size)
         self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        self._cache: OrderedDict[tuple[str, GrammarType], Grammar] = OrderedDict()
+        self._cache: OrderedDict[GrammarSource, Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
+        self._waiters = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="grammar")
         self._free_places = threading.Semaphore(MAX_COMPILING)
 
-    def compile(self, grammar: str, grammar_type: GrammarType) -> Grammar:
-        """The compiled grammar, from the cache if it was used lately.
+    def begin(self, sources: Sequence[GrammarSource]) -> "list[Future[Grammar]]":
+        """Start to compile those that were not used lately. Of the others the futures are those of then."""
+        with self._lock:
+            for source in sources:
+                if source not in self._cache:
+                    self._cache[source] = self._waiters.submit(self._compile, *source)
+                self._cache.move_to_end(source)
+            while len(self._cache) > max(MAX_CACHED_GRAMMARS, len(set(sources))):
+                self._cache.popitem(last=False)
+            return [self._cache[source] for source in sources]
 
-        Takes at most about MAX_COMPILE_SECONDS; other threads run meanwhile.
+    def compile(self, grammar: str, grammar_type: GrammarType) -> Grammar:
+        """The compiled grammar. Takes at most about MAX_COMPILE_SECONDS, and no time after `begin` has ended.
 
         Raises:
             EngineError: INVALID, when it is not a grammar, or needs what llguidance cannot do, or is too heavy.
+            ValueError: the tokenizer is not one of the tokenizers library.
         """
-        key = (grammar, grammar_type)
-        with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
+        source = (grammar, grammar_type)
+        (compiling,) = self.begin([source])
+        try:
+            return compiling.result()
+        except (EngineError, ValueError):
+            with self._lock:  # another try may fare better: the machine may have been busy
+                if self._cache.get(source) is compiling:
+                    del self._cache[source]
+            raise
+
+    def _compile(self, grammar: str, grammar_type: GrammarType) -> Grammar:
         compiled = self._build(to_lark(grammar, grammar_type))
         if compiled.error:
             raise refused(explained(compiled.error))
-        with self._lock:
-            self._cache[key] = compiled
-            if len(self._cache) > MAX_CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
         return compiled
 
     def _build(self, lark: str) -> Grammar:
-        """Build on a thread of its own, as llguidance cannot be interrupted; a late one is left to end alone."""
+        """Build on one more thread, as llguidance cannot be interrupted; a late one is left to end alone."""
         built: list[Grammar] = []
+        vocabulary = self._vocabulary
+        tokenizer = vocabulary.tokenizer()
 
         def matcher() -> LLMatcher:
-            return LLMatcher(self._tokenizer, lark, limits=self._limits, log_level=0)
+            return LLMatcher(tokenizer, lark, limits=self._limits, log_level=0)
 
         def build() -> None:
             try:
-                built.append(Grammar(matcher, *self._masks))
+                built.append(Grammar(matcher, vocabulary.valid_mask, vocabulary.eos_mask))
             finally:
                 self._free_places.release()
 
@@ -202,6 +214,31 @@ class GrammarCompiler:
         if not built:
             raise refused(f"it does not compile within {MAX_COMPILE_SECONDS:g} seconds")
         return built[0]
+
+
+class _Vocabulary:
+    """Owns what all grammars need to know of the tokens. Prepared with the first of them, in tenths of a second."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(id for id in tokenizer.eos_ids if id < vocab_size)
+        self._lock = threading.Lock()
+        self._prepared: LLTokenizer | None = None
+        self.valid_mask = _packed(range(vocab_size), vocab_size)
+        self.eos_mask = _packed(self._eos_ids, vocab_size)
+
+    def tokenizer(self) -> LLTokenizer:
+        """llguidance's view of the tokenizer.
+
+        Raises:
+            ValueError: it is not one of the tokenizers library.
+        """
+        with self._lock:
+            if self._prepared is None:
+                num_ids = max(self._vocab_size, self._source.num_ids)
+                self._prepared = LLTokenizer(self._source.to_json(), n_vocab=num_ids, eos_token=self._eos_ids or None)
+            return self._prepared
 
 
 def _packed(ids: Iterable[int], vocab_size: int) -> NDArray[np.int32]:

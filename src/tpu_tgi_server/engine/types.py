@@ -26,6 +26,10 @@ class FinishReason(IntEnum):
     STOP_SEQUENCE = 2
 
 
+GrammarSource = tuple[str, GrammarType]
+"""A grammar as a request brings it."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen. The defaults are neutral.
@@ -113,6 +117,12 @@ class Batch:
     def is_liveness_probe(self) -> bool:
         """The reserved id, alone: TGI's router asks this to see whether the shard is alive."""
         return [request.id for request in self.requests] == [LIVENESS_ID]
+
+    @property
+    def grammars(self) -> tuple[GrammarSource, ...]:
+        """Those that its requests must obey."""
+        samplings = (request.sampling for request in self.requests)
+        return tuple((sampling.grammar, sampling.grammar_type) for sampling in samplings if sampling.has_grammar)
 
 
 @dataclass(frozen=True)

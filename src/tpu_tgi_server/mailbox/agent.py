@@ -29,6 +29,8 @@ from tpu_tgi_server.mailbox.messages import (
     Filter,
     Filtered,
     Prefill,
+    Prepare,
+    Prepared,
     Progress,
     Ready,
     Refused,
@@ -41,6 +43,9 @@ from tpu_tgi_server.runtime.select import select_runtime
 
 ORPHAN_GRACE_S = 3.0
 """How long an agent may finish what it is doing after its root is gone."""
+
+PREPARE_WAIT_S = 0.002
+"""Most grammars compile within this, and a Decode hardly notices it."""
 
 OnStage = Callable[[str, int, int], None]
 Loader = Callable[[Settings, Runtime, OnStage], tuple[Generator, ModelInfo]]
@@ -91,6 +96,8 @@ def _run_agent(
 def _execute(generator: Generator, command: Command, on_graph: OnGraph) -> Reply:
     try:
         match command:
+            case Prepare():
+                return Prepared(generator.prepare(command.grammars, PREPARE_WAIT_S))
             case Prefill():
                 return generator.prefill(command.batch)
             case Decode():

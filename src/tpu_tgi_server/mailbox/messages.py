@@ -15,7 +15,7 @@ A closed connection means that the other side is dead, whatever the reason; the 
 
 from dataclasses import dataclass
 
-from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, ModelInfo, StepResult
+from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, GrammarSource, ModelInfo, StepResult
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,13 @@ class Ready:
     """The model is loaded and commands are taken."""
 
     info: ModelInfo
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Answered at once by Prepared: the grammars of a Prefill to come compile while the agent goes on."""
+
+    grammars: tuple[GrammarSource, ...]
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,13 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Whether the Prefill need not wait any more."""
+
+    is_done: bool
+
+
+@dataclass(frozen=True)
 class Filtered:
     """What is left of a batch; None if nothing is."""
 
@@ -95,5 +109,5 @@ class Broken:
     reason: str
 
 
-Command = Prefill | Decode | Filter | Clear | WarmUp
-Reply = Ready | StepResult | Filtered | Done | Refused | Broken
+Command = Prepare | Prefill | Decode | Filter | Clear | WarmUp
+Reply = Ready | Prepared | StepResult | Filtered | Done | Refused | Broken

@@ -22,6 +22,8 @@ from tpu_tgi_server.mailbox.messages import (
     Filter,
     Filtered,
     Prefill,
+    Prepare,
+    Prepared,
     Progress,
     Ready,
     Refused,
@@ -29,6 +31,9 @@ from tpu_tgi_server.mailbox.messages import (
     WarmUp,
 )
 from tpu_tgi_server.mailbox.process import AgentDiedError, AgentProcess
+
+PREPARE_PAUSE_S = 0.01
+"""How often to ask whether grammars are compiled."""
 
 ReplyT = TypeVar("ReplyT")
 DEFAULT_LOADER = "tpu_tgi_server.engine.loading:load_generator"
@@ -53,6 +58,7 @@ class RootMailbox:
         self._loop = asyncio.get_running_loop()
         self._agent: AgentProcess | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._preparing = asyncio.Lock()  # one batch at a time, so that none pushes another's grammars out of the cache
         self._is_ready = False
         self._is_warm = False
         self._num_deaths = 0
@@ -76,8 +82,14 @@ class RootMailbox:
         return ready.info
 
     async def prefill(self, batch: Batch) -> StepResult:
-        """See `Generator.prefill`."""
-        result = await self._call(StepResult, Prefill(batch))
+        """See `Generator.prefill`. While the grammars of the batch compile, other commands have their turn."""
+        if batch.grammars:
+            async with self._preparing:
+                while not (await self._call(Prepared, Prepare(batch.grammars))).is_done:
+                    await asyncio.sleep(PREPARE_PAUSE_S)
+                result = await self._call(StepResult, Prefill(batch))
+        else:
+            result = await self._call(StepResult, Prefill(batch))
         if result.batch is None:
             self._num_deaths = 0
         return result
