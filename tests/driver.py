@@ -22,25 +22,36 @@ class Stub(Protocol):
 
 
 class GeneratorStub:
-    """Owns nothing: the RPCs, straight on a generator of this process."""
+    """Owns nothing: the RPCs, straight on a generator of this process, which may step ahead after each."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, steps_ahead: bool = False) -> None:
         self._generator = generator
+        self._steps_ahead = steps_ahead
 
     def Prefill(self, request: pb.PrefillRequest, /) -> Any:  # noqa: N802
-        return CONVERTER.prefill_response(self._generator.prefill(CONVERTER.batch(request.batch)))
+        result = self._generator.prefill(CONVERTER.batch(request.batch))
+        self._step_ahead()
+        return CONVERTER.prefill_response(result)
 
     def Decode(self, request: pb.DecodeRequest, /) -> Any:  # noqa: N802
         batches = tuple(map(CONVERTER.cached_batch, request.batches))
-        return CONVERTER.decode_response(self._generator.decode(batches))
+        result = self._generator.decode(batches)
+        self._step_ahead()
+        return CONVERTER.decode_response(result)
 
     def FilterBatch(self, request: pb.FilterBatchRequest, /) -> pb.FilterBatchResponse:  # noqa: N802
         batch = self._generator.filter(request.batch_id, tuple(request.request_ids))
+        self._step_ahead()
         return pb.FilterBatchResponse(batch=CONVERTER.cached_batch_message(batch))
 
     def ClearCache(self, request: pb.ClearCacheRequest, /) -> pb.ClearCacheResponse:  # noqa: N802
         self._generator.clear(request.id if request.HasField("id") else None)
+        self._step_ahead()
         return pb.ClearCacheResponse()
+
+    def _step_ahead(self) -> None:
+        if self._steps_ahead:
+            self._generator.step_ahead()
 
 
 @dataclass
@@ -149,14 +160,14 @@ def take_generation(answer: Answer, generation: pb.Generation) -> None:
     assert answer.end is None, f"a generation for {generation.request_id} after its end"
     assert generation.HasField("tokens"), "a generation without tokens"
     tokens = generation.tokens
-    assert len(tokens.ids) == len(tokens.logprobs) == len(tokens.texts) == len(tokens.is_special) == 1
+    assert len(tokens.ids) == len(tokens.logprobs) == len(tokens.texts) == len(tokens.is_special) > 0
     answer.ids += tokens.ids
     answer.logprobs += tokens.logprobs
     answer.texts += tokens.texts
     answer.is_special += tokens.is_special
     answer.top_tokens += generation.top_tokens
     if generation.HasField("prefill_tokens"):
-        assert len(answer.ids) == 1, "prompt details after the first token"
+        assert len(answer.ids) == len(tokens.ids), "prompt details after the first token"
         answer.prefill_tokens = generation.prefill_tokens
     if generation.HasField("generated_text"):
         answer.end = generation.generated_text

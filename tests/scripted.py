@@ -18,7 +18,7 @@ from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import Limits, ModelInfo
-from tpu_tgi_server.model.interface import Graph, NextTokens, OnGraph, Prompt, SamplerInputs
+from tpu_tgi_server.model.interface import Graph, NextTokens, OnGraph, PromptChunk, ReadTokens, SamplerInputs
 from tpu_tgi_server.runtime.interface import Runtime
 
 FIRST_ID = 2
@@ -58,19 +58,21 @@ class ScriptedModel:
         self._prompts: list[tuple[int, ...]] = [()] * limits.num_slots
         self._cells: list[list[int]] = [[] for _ in range(limits.num_slots)]
 
-    def prefill(self, prompts: Sequence[Prompt], sampler: SamplerInputs | None) -> NextTokens:
+    def prefill(self, chunks: Sequence[PromptChunk], sampler: SamplerInputs | None) -> NextTokens:
         assert sampler is None, "the script chooses greedily"
         self._on_step("prefill")
         self.num_prefills += 1
-        slots = [prompt.slot for prompt in prompts]
-        assert 0 < len(prompts) <= self.num_slots
+        slots = [chunk.slot for chunk in chunks]
+        assert 0 < len(chunks) <= self.num_slots
         assert len(set(slots)) == len(slots), "two prompts in one slot"
-        assert sum(len(prompt.token_ids) for prompt in prompts) <= self.max_prefill_tokens
-        for prompt in prompts:
-            self._write_prompt(prompt)
+        assert sum(len(chunk.token_ids) for chunk in chunks) <= self.max_prefill_tokens
+        assert len(chunks) == 1 or all(chunk.start == 0 for chunk in chunks), "a continuation is run alone"
+        for chunk in chunks:
+            self._write_chunk(chunk)
         chosen: list[int | None] = [None] * self.num_slots
-        for prompt in prompts:
-            chosen[prompt.slot] = self._choose(tuple(prompt.token_ids), [])
+        for chunk in chunks:
+            prompt = self._prompts[chunk.slot] if chunk.is_kept else tuple(chunk.token_ids)
+            chosen[chunk.slot] = self._choose(prompt, [])
         return _next_tokens(chosen)
 
     def decode(
@@ -78,20 +80,24 @@ class ScriptedModel:
         token_ids: NDArray[np.int32],
         slot_lens: NDArray[np.int32],
         max_slot_len: int,
-        sampler: SamplerInputs | None,
-    ) -> NextTokens:
-        assert sampler is None, "the script chooses greedily"
+        samplers: Sequence[SamplerInputs | None],
+    ) -> ReadTokens:
+        assert samplers
+        assert all(sampler is None for sampler in samplers), "the script chooses greedily"
         self._on_step("decode")
         self.num_decodes += 1
         assert token_ids.shape == slot_lens.shape == (self.num_slots,)
         assert token_ids.dtype == slot_lens.dtype == np.int32
         assert max_slot_len in slot_lens
-        return _next_tokens(
-            [
-                self._step(slot, int(token_ids[slot]), int(slot_lens[slot]), max_slot_len)
-                for slot in range(self.num_slots)
-            ]
-        )
+        results = []
+        lens = slot_lens.tolist()
+        ids = token_ids.tolist()
+        for step in range(len(samplers)):
+            chosen = [self._step(slot, ids[slot], lens[slot], max_slot_len + step) for slot in range(self.num_slots)]
+            results.append(_next_tokens(chosen))
+            ids = [FIRST_ID if id is None else id for id in chosen]
+            lens = [min(slot_len + 1, self._max_total_tokens - 1) for slot_len in lens]
+        return lambda: results
 
     def warm_up(self, on_graph: OnGraph) -> None:
         for number in range(1, 4):
@@ -100,16 +106,18 @@ class ScriptedModel:
         self._prompts = [()] * self.num_slots
         self._cells = [[] for _ in range(self.num_slots)]
 
-    def _write_prompt(self, prompt: Prompt) -> None:
-        assert 0 <= prompt.slot < self.num_slots
-        assert prompt.token_ids
-        if prompt.is_kept:
-            assert len(prompt.token_ids) < self._max_total_tokens
-            self._prompts[prompt.slot] = tuple(prompt.token_ids)
-            self._cells[prompt.slot] = list(prompt.token_ids)
+    def _write_chunk(self, chunk: PromptChunk) -> None:
+        assert 0 <= chunk.slot < self.num_slots
+        assert chunk.token_ids
+        cells = self._cells[chunk.slot]
+        if chunk.is_kept:
+            assert chunk.end < self._max_total_tokens
+            assert chunk.start <= len(cells), f"slot {chunk.slot} has {len(cells)} written cells, not {chunk.start}"
+            self._cells[chunk.slot] = [*cells[: chunk.start], *chunk.token_ids]
+            self._prompts[chunk.slot] = tuple(self._cells[chunk.slot])
         else:
-            assert 0 <= prompt.slot_len < self._max_total_tokens
-            del self._cells[prompt.slot][prompt.slot_len :]
+            assert 0 <= chunk.scratch_cell < self._max_total_tokens
+            del cells[chunk.scratch_cell :]
 
     def _step(self, slot: int, token_id: int, slot_len: int, max_slot_len: int) -> int | None:
         """The next token of a slot; None where the result may not be used."""

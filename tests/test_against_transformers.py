@@ -20,10 +20,16 @@ PROMPT_LENS = (1, 2, 7, 16, 33, 60, 128, 200)
 PROMPTS = tuple(map(prompt_of_len, PROMPT_LENS))
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla-cpu"])
+SMALL_PACE = ["--prefill-chunk-tokens", "32", "--decode-steps", "3"]
+PACES: dict[str, list[str]] = {"default": [], "plain": ["--no-step-ahead"], "small": SMALL_PACE}
+"""Long prompts in one piece or in chunks, one token a call or several, in step with the router or ahead of it."""
+
+
+@pytest.fixture(scope="module", params=["cpu default", "cpu plain", "cpu small", "xla-cpu default", "xla-cpu small"])
 def stub(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp(request.param)
-    options = ["--device", request.param, "--max-total-tokens", "256", "--max-batch-size", "8"]
+    device, pace = request.param.split()
+    folder = tmp_path_factory.mktemp(device)
+    options = ["--device", device, "--max-total-tokens", "256", "--max-batch-size", "8", *PACES[pace]]
     with ready_server(start_model_server(folder, model, *options)) as server, server.connect() as stub:
         yield stub
 
@@ -87,15 +93,17 @@ def test_slots_may_finish_in_any_order(stub: Any, references: list[Reference], o
 def test_slots_are_reused_without_a_trace(stub: Any, references: list[Reference]) -> None:
     """A long prompt, then a short one in the same slot, while a neighbour runs through."""
     driver = Driver(stub)
-    neighbour = driver.prefill(100, new_request(100, PROMPTS[4], new=NUM_REFERENCE_TOKENS))
+    neighbour = driver.prefill(100, new_request(100, PROMPTS[4], new=200))
     for number in (7, 0, 6, 1):
         joining = driver.prefill(number, new_request(number, PROMPTS[number], new=3))
-        for _ in range(2):
+        while driver.answers[number].end is None:
             neighbour = driver.decode(*[batch for batch in (neighbour, joining) if batch])
             joining = None
         assert_equal(driver.answers[number], references[number], 3)
     driver.drain(neighbour)
-    assert_equal(driver.answers[100], references[4])
+    answer = driver.answers[100]
+    assert tuple(answer.ids[:NUM_REFERENCE_TOKENS]) == references[4].ids
+    assert len(answer.ids) == 200
 
 
 def test_liveness_probe_does_not_change_running_requests(stub: Any, references: list[Reference]) -> None:
@@ -109,7 +117,7 @@ def test_liveness_probe_does_not_change_running_requests(stub: Any, references: 
         probe.run(2**64 - 1, new_request(2**64 - 1, "liveness", new=1))
         probes += 1
         running = driver.decode(running)
-    assert probes == NUM_REFERENCE_TOKENS - 1
+    assert probes >= NUM_REFERENCE_TOKENS // 3
     for number, reference in enumerate(references):
         assert_equal(driver.answers[number], reference)
 

@@ -66,7 +66,7 @@ def collect(runtime: Runtime, folder: str, num_slots: int, num_requests: int) ->
     counts.append(runtime.num_compilations())
     loading, warm_up, requests, second = (after - before for before, after in itertools.pairwise(counts))
     return Facts(
-        num_graphs=len(buckets.graphs(MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS)),
+        num_graphs=len(buckets.graphs(MAX_INPUT_TOKENS, MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS)),
         num_compiled_while_loading=loading,
         num_compiled_by_warm_up=warm_up,
         num_aliased_buffers=num_aliased,

@@ -14,6 +14,11 @@ from pathlib import Path
 MAX_SOCKET_PATH_BYTES = 107
 """gRPC refuses longer unix socket paths (the size of sun_path on Linux, less the final zero)."""
 
+MIN_CHUNK_TOKENS = 16
+MAX_CHUNK_TOKENS = 8192
+"""The details of so many prompt tokens still fit a response of 4 MiB."""
+MAX_DECODE_STEPS = 16
+
 
 class Device(StrEnum):
     """Where the model runs."""
@@ -53,6 +58,9 @@ class Settings:
     max_batch_size: int = 8
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
+    prefill_chunk_tokens: int = 512
+    decode_steps: int = 1
+    step_ahead: bool = True
     skip_warmup: bool = False
     compilation_cache: Path | None = None
     step_timeout_s: float = 600.0
@@ -71,6 +79,10 @@ class Settings:
                 raise ValueError("--max-input-tokens must be at least 1")
             if self.max_total_tokens is not None and self.max_input_tokens >= self.max_total_tokens:
                 raise ValueError("--max-input-tokens must be less than --max-total-tokens")
+        if not MIN_CHUNK_TOKENS <= self.prefill_chunk_tokens <= MAX_CHUNK_TOKENS:
+            raise ValueError(f"--prefill-chunk-tokens must be from {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}")
+        if not 1 <= self.decode_steps <= MAX_DECODE_STEPS:
+            raise ValueError(f"--decode-steps must be from 1 to {MAX_DECODE_STEPS}")
         if self.step_timeout_s <= 0:
             raise ValueError("--step-timeout must be more than 0 seconds")
         if not 0 < self.watermark_gamma < 1:
@@ -98,6 +110,9 @@ VARIABLES = {
     "max_batch_size": Variable(("MAX_BATCH_SIZE",), int),
     "max_total_tokens": Variable(("MAX_TOTAL_TOKENS",), int),
     "max_input_tokens": Variable(("MAX_INPUT_TOKENS",), int),
+    "prefill_chunk_tokens": Variable(("PREFILL_CHUNK_TOKENS",), int),
+    "decode_steps": Variable(("DECODE_STEPS",), int),
+    "step_ahead": Variable(("STEP_AHEAD",), lambda text: text.lower() in ("1", "true")),
     "skip_warmup": Variable(("SKIP_WARMUP",), lambda text: text.lower() in ("1", "true")),
     "huggingface_hub_cache": Variable(("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), Path),
     "weights_cache_override": Variable(("WEIGHTS_CACHE_OVERRIDE",), Path),

@@ -5,7 +5,7 @@ from tests.scripted import Script, ScriptedModel, arithmetic_id, logprob_of
 from tests.tiny_model import byte_level_tokenizer
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.tokenizer import Tokenizer
-from tpu_tgi_server.engine.types import Limits
+from tpu_tgi_server.engine.types import Limits, Pace
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
 
 NUM_SLOTS = 4
@@ -21,12 +21,14 @@ class ScriptedDriver(Driver):
         script: Script | None = None,
         tokenizer: Tokenizer | None = None,
         max_prefill_tokens: int | None = None,
+        pace: Pace = Pace(),  # noqa: B008 - it is frozen
+        steps_ahead: bool = False,
     ) -> None:
         self.limits = Limits(num_slots, max_input_tokens=MAX_TOTAL_TOKENS - 1, max_total_tokens=MAX_TOTAL_TOKENS)
         self.tokenizer = tokenizer or TOKENIZER
         self.model = ScriptedModel(self.limits, script, max_prefill_tokens)
-        self.generator = Generator(self.model, self.tokenizer, self.limits)
-        super().__init__(GeneratorStub(self.generator))
+        self.generator = Generator(self.model, self.tokenizer, self.limits, pace=pace)
+        super().__init__(GeneratorStub(self.generator, steps_ahead))
 
     def check(self, request: pb.Request) -> None:
         """Fail unless what a request has brought so far is what the arithmetic script gives to it alone."""

@@ -1,19 +1,16 @@
 """Continuous batching over the scripted model: batches, slots, waiting, and what is refused."""
 
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.driver import Driver, GeneratorStub, new_request
+from tests.driver import new_request
 from tests.engine.scripted_driver import MAX_TOTAL_TOKENS, NUM_SLOTS, ScriptedDriver
-from tests.reference import prompt_of_len
 from tests.scripted import ScriptedModel
 from tests.tiny_model import byte_level_tokenizer
-from tpu_tgi_server.config import Device, Settings
+from tpu_tgi_server.config import MAX_CHUNK_TOKENS
 from tpu_tgi_server.engine.generator import Generator
-from tpu_tgi_server.engine.loading import load_generator
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import (
     LIVENESS_ID,
@@ -27,10 +24,9 @@ from tpu_tgi_server.engine.types import (
     Sampling,
     Stopping,
 )
-from tpu_tgi_server.engine.validation import check_details
+from tpu_tgi_server.engine.validation import MAX_DETAILS_BYTES, check_details, details_bytes
 from tpu_tgi_server.model.interface import OnGraph
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
-from tpu_tgi_server.runtime.cpu import CpuRuntime
 
 
 @pytest.fixture
@@ -368,22 +364,10 @@ def test_duplicate_ids_are_refused(driver: ScriptedDriver) -> None:
     driver.check_all_slots_free()
 
 
-def test_prompt_details_of_one_call_stay_within_a_response_and_the_rest_follows(
-    monkeypatch: pytest.MonkeyPatch, tiny_model_folder: Path
-) -> None:
-    """With a limit that two prompts of a hundred tokens fit, four of them take two calls."""
-    monkeypatch.setattr("tpu_tgi_server.engine.generator.MAX_DETAILS_BYTES", 4000)
-    settings = Settings(str(tiny_model_folder), device=Device.CPU, max_total_tokens=128, max_batch_size=4)
-    generator, _ = load_generator(settings, CpuRuntime(), lambda *_: None)
-    driver = Driver(GeneratorStub(generator))
-    prompt = prompt_of_len(100)
-    requests = [new_request(number, prompt, new=3, prefill_logprobs=True) for number in range(4)]
-    running = driver.prefill(1, *requests)
-    assert [number for number in range(4) if driver.answers[number].prefill_tokens] == [0, 1]
-    running = driver.decode(batch_of(running))
-    assert [number for number in range(4) if driver.answers[number].prefill_tokens] == [0, 1, 2, 3]
-    driver.drain(running)
-    assert len({tuple(driver.answers[number].ids) for number in range(4)}) == 1
+def test_prompt_details_of_one_call_stay_within_a_response() -> None:
+    """However many prompts one call prefills, together they have no more tokens than the largest chunk."""
+    longest = Request(1, "x" * 10**6, Stopping(1), prefill_logprobs=True)
+    assert details_bytes(longest, MAX_CHUNK_TOKENS) <= MAX_DETAILS_BYTES
 
 
 def test_prompt_details_that_no_response_holds_are_refused() -> None:

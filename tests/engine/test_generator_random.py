@@ -2,11 +2,11 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.driver import new_request
 from tests.engine.scripted_driver import ScriptedDriver
-from tpu_tgi_server.engine.types import LIVENESS_ID
+from tpu_tgi_server.engine.types import LIVENESS_ID, Pace
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
 
 NUM_SLOTS = 3
@@ -17,10 +17,17 @@ class Router(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = ScriptedDriver(NUM_SLOTS, max_prefill_tokens=40)
+        self.driver = ScriptedDriver(NUM_SLOTS)
         self.requests: dict[int, pb.Request] = {}
         self.batches: dict[int, pb.CachedBatch] = {}
         self.next_id = 0
+
+    @initialize(
+        row_tokens=st.integers(5, 40), pace=st.builds(Pace, st.just(40), st.integers(1, 4)), ahead=st.booleans()
+    )
+    def start(self, row_tokens: int, pace: Pace, ahead: bool) -> None:
+        """Prompts longer than a row go through in chunks."""
+        self.driver = ScriptedDriver(NUM_SLOTS, max_prefill_tokens=row_tokens, pace=pace, steps_ahead=ahead)
 
     @rule(shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=5))
     def prefill(self, shapes: list[tuple[int, int]]) -> None:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.driver import Answer, Driver, GeneratorStub
 from tests.parameters import random_request
@@ -26,16 +26,24 @@ MAX_REQUESTS = 8
 
 
 @cache
-def shared_generator(name: str) -> Generator:
+def shared_generator(name: str, prefill_chunk_tokens: int, decode_steps: int) -> Generator:
     """One model for all runs together, and another that answers every request alone."""
     with TemporaryDirectory(name) as folder:
         save_tiny_model(Path(folder))
-        options = Settings(folder, device=Device.CPU, max_batch_size=NUM_SLOTS, max_total_tokens=48)
+        options = Settings(
+            folder,
+            device=Device.CPU,
+            max_batch_size=NUM_SLOTS,
+            max_total_tokens=48,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+            decode_steps=decode_steps,
+        )
         return load_generator(options, CpuRuntime(), lambda *_: None)[0]
 
 
 def alone(request: pb.Request) -> Answer:
-    (answer,) = Driver(GeneratorStub(shared_generator("alone"))).run(request.id, request)
+    generator = shared_generator("alone", prefill_chunk_tokens=512, decode_steps=1)
+    (answer,) = Driver(GeneratorStub(generator)).run(request.id, request)
     return answer
 
 
@@ -44,10 +52,16 @@ class Router(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(GeneratorStub(shared_generator("together")))
-        self.driver.clear()
+        self.driver = Driver(None)
         self.requests: dict[int, pb.Request] = {}
         self.batches: dict[int, pb.CachedBatch] = {}
+
+    @initialize(chunk_tokens=st.sampled_from([16, 512]), decode_steps=st.sampled_from([1, 3]), ahead=st.booleans())
+    def start(self, chunk_tokens: int, decode_steps: int, ahead: bool) -> None:
+        """Prompts longer than a chunk, several tokens a call, and steps ahead of the router."""
+        generator = shared_generator("together", chunk_tokens, decode_steps)
+        self.driver = Driver(GeneratorStub(generator, ahead))
+        self.driver.clear()
 
     @rule(seed=st.integers(0, 10**6), size=st.integers(1, 3))
     def prefill(self, seed: int, size: int) -> None:

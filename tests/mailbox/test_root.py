@@ -110,7 +110,7 @@ async def test_running_requests_are_stepped_while_a_heavy_grammar_compiles() -> 
             num_steps += 1
             assert generation.tokens.ids[0] == arithmetic_id(encode("prompt"), num_steps)
             await asyncio.sleep(0.02)
-        with pytest.raises(EngineError, match="request 2: grammar .* does not compile within 2 seconds"):
+        with pytest.raises(EngineError, match=r"request 2: grammar .* does not compile within 2 seconds"):
             await constrained
         assert num_steps > 10
         assert (await mailbox.filter(1, (1,))) == CachedBatch(1, (1,), 256)

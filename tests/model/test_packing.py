@@ -2,57 +2,66 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_tgi_server.model import buckets
-from tpu_tgi_server.model.interface import Prompt
-from tpu_tgi_server.model.packing import pack_prompts
+from tpu_tgi_server.model.interface import PromptChunk
+from tpu_tgi_server.model.packing import pack_chunks, unpack_chunks
 
 NUM_SLOTS = 6
 MAX_TOTAL_TOKENS = 32
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> list[Prompt]:
-    """Prompts in different slots, some of which are answered without being kept."""
+def chunks(draw: st.DrawFn) -> list[PromptChunk]:
+    """Chunks in different slots, some of which are answered without being kept."""
     slots = draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=NUM_SLOTS, unique=True))
     return [
-        Prompt(
+        PromptChunk(
             slot,
             draw(st.lists(st.integers(1, 99), min_size=1, max_size=12)),
+            start=draw(st.sampled_from([0, 0, 3, 9])),
+            next_id=draw(st.integers(0, 99)),
             is_kept=draw(st.booleans()),
-            slot_len=draw(st.integers(0, MAX_TOTAL_TOKENS - 2)),
+            scratch_cell=draw(st.integers(0, MAX_TOTAL_TOKENS - 2)),
         )
         for slot in slots
     ]
 
 
-@given(prompts(), st.integers(0, 10))
-def test_every_token_is_in_its_prompts_place_and_padding_in_scratch(packed_prompts: list[Prompt], spare: int) -> None:
-    num_tokens = sum(len(prompt.token_ids) for prompt in packed_prompts) + spare
-    packed = pack_prompts(packed_prompts, num_tokens, NUM_SLOTS)
+@given(chunks(), st.integers(0, 10))
+def test_every_token_is_in_its_prompts_place_and_padding_in_scratch(
+    packed_chunks: list[PromptChunk], spare: int
+) -> None:
+    num_tokens = sum(len(chunk.token_ids) for chunk in packed_chunks) + spare
+    packed = pack_chunks(packed_chunks, num_tokens, NUM_SLOTS)
     assert packed.dtype == np.int32
-    assert packed.shape == (5 * num_tokens + NUM_SLOTS,)
-    last_indexes = packed[-NUM_SLOTS:].tolist()
-    columns = packed[:-NUM_SLOTS].reshape(5, num_tokens).T.tolist()
-    start = 0
-    for segment, prompt in enumerate(packed_prompts):
-        end = start + len(prompt.token_ids)
-        cells = range(len(prompt.token_ids)) if prompt.is_kept else [prompt.slot_len] * len(prompt.token_ids)
-        assert columns[start:end] == [
-            [token, segment, position, prompt.slot, cell]
-            for position, (token, cell) in enumerate(zip(prompt.token_ids, cells, strict=True))
+    assert packed.shape == (6 * num_tokens + 2 * NUM_SLOTS,)
+    row = unpack_chunks(torch.from_numpy(packed), NUM_SLOTS)
+    fields = (row.token_ids, row.next_ids, row.segments, row.positions, row.slots, row.cells)
+    columns = torch.stack(fields).T.tolist()
+    begin = 0
+    for segment, chunk in enumerate(packed_chunks):
+        end = begin + len(chunk.token_ids)
+        positions = range(chunk.start, chunk.end)
+        cells = positions if chunk.is_kept else [chunk.scratch_cell] * len(chunk.token_ids)
+        next_ids = [*chunk.token_ids[1:], chunk.next_id]
+        assert columns[begin:end] == [
+            [token, next_id, segment, position, chunk.slot, cell]
+            for token, next_id, position, cell in zip(chunk.token_ids, next_ids, positions, cells, strict=True)
         ]
-        assert last_indexes[prompt.slot] == end - 1
-        start = end
-    last = packed_prompts[-1]
-    scratch = len(last.token_ids) if last.is_kept else last.slot_len
-    for _, segment, _, slot, cell in columns[start:]:
-        assert segment == len(packed_prompts), "padding is seen by a prompt"
+        assert row.last_indexes[chunk.slot] == end - 1
+        assert row.is_begun[chunk.slot] == (chunk.is_kept and chunk.start == 0)
+        begin = end
+    last = packed_chunks[-1]
+    scratch = last.end if last.is_kept else last.scratch_cell
+    for _, _, segment, _, slot, cell in columns[begin:]:
+        assert segment == len(packed_chunks), "padding is seen by a prompt"
         assert (slot, cell) == (last.slot, scratch)
-    unused = set(range(NUM_SLOTS)) - {prompt.slot for prompt in packed_prompts}
-    assert all(last_indexes[slot] == 0 for slot in unused)
+    for slot in set(range(NUM_SLOTS)) - {chunk.slot for chunk in packed_chunks}:
+        assert row.last_indexes[slot] == row.is_begun[slot] == 0
 
 
 @given(st.integers(1, 5000))
@@ -72,9 +81,23 @@ def test_decode_buckets_end_with_the_whole_cache(max_total_tokens: int) -> None:
     assert sizes[-1] == max_total_tokens
 
 
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([16, 64, 512]))
+def test_chunk_buckets_hold_what_every_continuation_reads(
+    max_input_tokens: int, max_new_tokens: int, chunk_tokens: int
+) -> None:
+    sizes = buckets.chunk_buckets(chunk_tokens, max_input_tokens, max_input_tokens + max_new_tokens)
+    assert list(sizes) == sorted(set(sizes))
+    if max_input_tokens <= chunk_tokens:
+        assert sizes == ()
+        return
+    for end in {chunk_tokens + 1, max_input_tokens}:
+        assert end <= buckets.smallest_bucket(sizes, end)
+
+
 def test_the_list_of_graphs() -> None:
-    names = [str(graph) for graph in buckets.graphs(max_input_tokens=100, max_total_tokens=600)]
-    shapes = ["prefill 16", "prefill 32", "prefill 64", "prefill 128", "decode 256", "decode 512", "decode 600"]
+    names = [str(graph) for graph in buckets.graphs(max_row_tokens=128, max_input_tokens=400, max_total_tokens=600)]
+    shapes = ["prefill 16", "prefill 32", "prefill 64", "prefill 128", "chunk 256", "chunk 512"]
+    shapes += ["decode 256", "decode 512", "decode 600"]
     assert names == [f"{shape} greedy" for shape in shapes] + [f"{shape} sampled" for shape in shapes]
 
 

@@ -50,6 +50,21 @@ MaxTotalTokens = Annotated[
 MaxInputTokens = Annotated[
     int | None, _setting("max_input_tokens", "The longest prompt.", "one less than --max-total-tokens")
 ]
+PrefillChunkTokens = Annotated[
+    int | None,
+    _setting("prefill_chunk_tokens", "Prompt tokens prefilled at once: running streams wait no longer than for these."),
+]
+DecodeSteps = Annotated[
+    int | None, _setting("decode_steps", "Tokens that one Decode computes for each request before the host sees them.")
+]
+StepAhead = Annotated[
+    bool | None,
+    typer.Option(
+        "--step-ahead/--no-step-ahead",
+        help="Compute the next step while the router handles the last. Default: on. Environment: STEP_AHEAD.",
+        show_default=False,
+    ),
+]
 SkipWarmup = Annotated[
     bool | None,
     typer.Option(

@@ -8,10 +8,11 @@ from transformers import PreTrainedConfig
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.tokenizer import load_tokenizer
-from tpu_tgi_server.engine.types import Limits, ModelInfo
+from tpu_tgi_server.engine.types import Limits, ModelInfo, Pace
 from tpu_tgi_server.model import loading
+from tpu_tgi_server.model.buckets import round_up_to_power_of_two
 from tpu_tgi_server.model.files import find_model_files
-from tpu_tgi_server.model.runner import ModelRunner
+from tpu_tgi_server.model.runner import ModelRunner, RunnerLimits
 from tpu_tgi_server.runtime.interface import Runtime
 
 DEFAULT_MAX_TOTAL_TOKENS = 2048
@@ -44,7 +45,7 @@ def load_generator(
     done("weights")
     cache = loading.allocate_cache(config, limits.num_slots, limits.max_total_tokens, dtype, runtime)
     steps = loading.make_steps(weights, cache, settings.watermark_delta, runtime)
-    model = ModelRunner(runtime, steps, limits.max_input_tokens, limits.max_total_tokens)
+    model = ModelRunner(runtime, steps, runner_limits(settings.prefill_chunk_tokens, limits))
     done("cache")
     logger.info(
         "{} slots of {} tokens, prompts up to {} tokens, {} on {}",
@@ -54,6 +55,7 @@ def load_generator(
         str(dtype).removeprefix("torch."),
         settings.device,
     )
+    pace = Pace(settings.prefill_chunk_tokens, settings.decode_steps)
     info = ModelInfo(
         folder=str(files.folder.absolute()),
         dtype=str(dtype),
@@ -61,7 +63,13 @@ def load_generator(
         limits=limits,
         sliding_window=getattr(config, "sliding_window", None),
     )
-    return Generator(model, tokenizer, limits, settings.watermark_gamma), info
+    return Generator(model, tokenizer, limits, settings.watermark_gamma, pace), info
+
+
+def runner_limits(prefill_chunk_tokens: int, limits: Limits) -> RunnerLimits:
+    """No row is longer than a chunk, nor than the longest prompt needs."""
+    max_row_tokens = min(prefill_chunk_tokens, round_up_to_power_of_two(limits.max_input_tokens))
+    return RunnerLimits(max_row_tokens, limits.max_input_tokens, limits.max_total_tokens)
 
 
 def resolve_limits(settings: Settings, config: PreTrainedConfig) -> Limits:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from tpu_tgi_server.engine.randomness import uniform
 from tpu_tgi_server.engine.sequence import Sequence
-from tpu_tgi_server.engine.types import Sampling
+from tpu_tgi_server.engine.types import Limits, Sampling
 from tpu_tgi_server.model.interface import SamplerInputs
 from tpu_tgi_server.model.watermark import Watermark
 
@@ -21,10 +21,13 @@ class SlotTable:
 
     Attributes:
         token_ids: int32 [B], the newest token of each slot.
-        slot_lens: int32 [B], how many positions of each slot are written; 0 for free slots.
+        slot_lens: int32 [B], how many positions of each slot are written, or will be by steps that are started; 0 for
+            free slots, and at most the slot's last position.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, watermark_gamma: float) -> None:
+    def __init__(self, limits: Limits, vocab_size: int, watermark_gamma: float) -> None:
+        num_slots = limits.num_slots
+        self._last_position = limits.max_total_tokens - 1
         self.token_ids = np.zeros(num_slots, np.int32)
         self.slot_lens = np.zeros(num_slots, np.int32)
         self._free = list(range(num_slots))
@@ -50,8 +53,13 @@ class SlotTable:
         self._write_sampling(slot, sequence.request.sampling)
         return slot
 
+    def begin_steps(self, sequences: SequenceOf[Sequence], num_steps: int) -> None:
+        """Enter that steps are started: the cells that they write are no scratch any more."""
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        self.slot_lens[slots] = np.minimum(self.slot_lens[slots] + num_steps, self._last_position)
+
     def advance(self, sequence: Sequence) -> None:
-        """Enter the newest token of a sequence."""
+        """Enter the newest token of a sequence, and how far it has come."""
         assert sequence.slot is not None
         self.token_ids[sequence.slot] = sequence.last_id
         self.slot_lens[sequence.slot] = sequence.slot_len
@@ -65,8 +73,11 @@ class SlotTable:
         self._free.append(sequence.slot)
         sequence.slot = None
 
-    def sampler_inputs(self, sequences: SequenceOf[Sequence]) -> SamplerInputs | None:
-        """What the sampler needs for a step of these sequences; None if all of them take the best token."""
+    def sampler_inputs(self, sequences: SequenceOf[Sequence], step: int = 0) -> SamplerInputs | None:
+        """What the sampler needs for a step of these sequences; None if all of them take the best token.
+
+        `step` counts the steps that are started together, from 0; later ones can have no grammar and no watermark.
+        """
         if not any(sequence.request.needs_sampler for sequence in sequences):
             return None
         is_stepped = np.zeros_like(self._top_k)
@@ -80,7 +91,7 @@ class SlotTable:
             typical_p=self._typical_p,
             repetition_penalty=self._repetition_penalty,
             frequency_penalty=self._frequency_penalty,
-            uniform=uniform(self._seeds, self._steps),
+            uniform=uniform(self._seeds, self._steps + np.uint64(step)),
             allowed=self._allowed(sequences),
             favoured=self._favoured(sequences),
             wants_top_tokens=any(sequence.request.top_n_tokens for sequence in sequences),

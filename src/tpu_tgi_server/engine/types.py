@@ -93,6 +93,11 @@ class Request:
     add_special_tokens: bool | None = None
 
     @property
+    def needs_host(self) -> bool:
+        """Whether each token must be known on the host before the next is chosen."""
+        return self.sampling.has_grammar or self.sampling.watermark
+
+    @property
     def needs_sampler(self) -> bool:
         """Whether the greedy choice alone does not serve it."""
         sampling = self.sampling
@@ -201,6 +206,19 @@ class Limits:
     def num_cached_tokens(self) -> int:
         """What all slots hold together."""
         return self.num_slots * self.max_total_tokens
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much one call does, so that others need not wait long.
+
+    Attributes:
+        prefill_tokens: prompt tokens that one Prefill or Decode prefills at most.
+        decode_steps: tokens that one Decode computes at most for each request.
+    """
+
+    prefill_tokens: int = 512
+    decode_steps: int = 1
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ def _run_agent(
     connection.send(Ready(info))
     while (command := commands.get()) is not None:
         connection.send(_execute(generator, command, on_graph))
+        if settings.step_ahead and commands.empty():
+            generator.step_ahead()
 
 
 def _execute(generator: Generator, command: Command, on_graph: OnGraph) -> Reply:

@@ -25,9 +25,22 @@ def round_up_to_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def prefill_buckets(max_input_tokens: int) -> tuple[int, ...]:
-    """Numbers of packed prompt tokens, rising; the last holds any prompt."""
-    return powers_of_two(MIN_PREFILL_TOKENS, max(MIN_PREFILL_TOKENS, round_up_to_power_of_two(max_input_tokens)))
+def prefill_buckets(max_row_tokens: int) -> tuple[int, ...]:
+    """Numbers of packed prompt tokens, rising; the last is the size of a chunk."""
+    return powers_of_two(MIN_PREFILL_TOKENS, max(MIN_PREFILL_TOKENS, max_row_tokens))
+
+
+def chunk_buckets(chunk_tokens: int, max_input_tokens: int, max_total_tokens: int) -> tuple[int, ...]:
+    """How many cache positions the continuation of a long prompt reads, rising; none if no prompt is longer than a
+    chunk."""
+    if max_input_tokens <= chunk_tokens:
+        return ()
+    windows = decode_buckets(max_total_tokens)
+    return tuple(
+        window
+        for window, smaller in zip(windows, (0, *windows), strict=False)
+        if window > chunk_tokens and smaller < max_input_tokens
+    )
 
 
 def decode_buckets(max_total_tokens: int) -> tuple[int, ...]:
@@ -47,10 +60,12 @@ def smallest_bucket(buckets: Sequence[int], size: int) -> int:
     return buckets[index]
 
 
-def graphs(max_input_tokens: int, max_total_tokens: int) -> tuple[Graph, ...]:
+def graphs(max_row_tokens: int, max_input_tokens: int, max_total_tokens: int) -> tuple[Graph, ...]:
     """Every graph that warm-up compiles. The number of slots is not among the arguments: it does not matter."""
-    shapes: list[tuple[Literal["prefill", "decode"], int]] = [
-        *(("prefill", size) for size in prefill_buckets(max_input_tokens)),
+    prefills = prefill_buckets(max_row_tokens)
+    shapes: list[tuple[Literal["prefill", "chunk", "decode"], int]] = [
+        *(("prefill", size) for size in prefills),
+        *(("chunk", size) for size in chunk_buckets(prefills[-1], max_input_tokens, max_total_tokens)),
         *(("decode", size) for size in decode_buckets(max_total_tokens)),
     ]
     return tuple(Graph(kind, size, has_sampler) for has_sampler in (False, True) for kind, size in shapes)

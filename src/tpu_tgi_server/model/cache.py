@@ -26,6 +26,11 @@ class StaticCacheXla:
         num_heads = keys[0].shape[1]
         self._heads = torch.arange(num_heads, dtype=torch.int32)[None, :].to(keys[0].device)
 
+    @property
+    def max_slot_len(self) -> int:
+        """S, how many positions a slot has."""
+        return self.keys[0].shape[2]
+
     def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one cell for each of N tokens.
 

@@ -15,17 +15,27 @@ MAX_TOP_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt to prefill.
+class PromptChunk:
+    """A prompt to prefill, or the next part of a long one.
 
-    Its keys and values go to `slot`, from position 0 on. With `is_kept` False they all go to the one position
-    `slot_len`, which nobody reads: that is how a prompt is answered while its slot belongs to another request.
+    Its keys and values go to `slot`, from position `start` on. With `is_kept` False they all go to the one position
+    `scratch_cell`, which nobody reads: that is how a prompt is answered while its slot belongs to another request.
+
+    Attributes:
+        next_id: the prompt's token after this chunk, whose log-probability the chunk's last token predicts; 0 if none.
     """
 
     slot: int
     token_ids: Sequence[int]
+    start: int = 0
+    next_id: int = 0
     is_kept: bool = True
-    slot_len: int = 0
+    scratch_cell: int = 0
+
+    @property
+    def end(self) -> int:
+        """How many positions of the slot are written after it."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,8 @@ class NextTokens:
         logprobs: float32 [B], `log_softmax` of the model's raw logits at the chosen ids.
         top_ids: int32 [B, N], best first; N is 0 where they were not wanted.
         top_logprobs: float32 [B, N].
-        prompt_logprobs: for the slot of each prompt of a prefill float32 [T - 1], the log-probabilities of its tokens
-            from the second on; empty where they were not wanted.
+        prompt_logprobs: for the slot of each chunk of a prefill float32 [T], what each of its tokens gave to the token
+            that comes next in the prompt (after the prompt's last: means nothing); empty where they were not wanted.
     """
 
     ids: NDArray[np.int32]
@@ -83,18 +93,22 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class Graph:
-    """One compiled shape: a prefill of `size` packed tokens or a decode that reads `size` positions.
+    """One compiled shape: a prefill of `size` packed tokens, or a chunk or a decode that reads `size` positions.
 
-    Each comes twice: with the greedy choice alone, and with the whole sampler.
+    A chunk is the continuation of one long prompt, of as many tokens as the largest prefill. Each graph comes twice:
+    with the greedy choice alone, and with the whole sampler.
     """
 
-    kind: Literal["prefill", "decode"]
+    kind: Literal["prefill", "chunk", "decode"]
     size: int
     has_sampler: bool
 
     def __str__(self) -> str:
         return f"{self.kind} {self.size} {'sampled' if self.has_sampler else 'greedy'}"
 
+
+ReadTokens = Callable[[], list[NextTokens]]
+"""Waits until steps are done, and returns what they chose: one entry a step."""
 
 OnGraph = Callable[[Graph, int, int], None]
 """Called after each warmed-up graph with the graph, its number from 1, and how many there are."""
@@ -104,7 +118,7 @@ class Model(Protocol):
     """A model with a cache of `num_slots` slots of `max_total_tokens` positions each.
 
     The cells of a slot at its length and beyond are scratch: a step may write there, and never reads a cell that the
-    slot's own request has not written.
+    slot's own request has not written. Steps are carried out in the order in which they are started.
     """
 
     @property
@@ -114,13 +128,14 @@ class Model(Protocol):
 
     @property
     def max_prefill_tokens(self) -> int:
-        """How many prompt tokens fit one prefill together."""
+        """How many prompt tokens fit one prefill together: the size of a chunk."""
         ...
 
-    def prefill(self, prompts: Sequence[Prompt], sampler: SamplerInputs | None) -> NextTokens:
-        """Run the prompts in one execution. Together they have at most `max_prefill_tokens` tokens.
+    def prefill(self, chunks: Sequence[PromptChunk], sampler: SamplerInputs | None) -> NextTokens:
+        """Run chunks in one execution. Together they have at most `max_prefill_tokens` tokens.
 
-        Without a sampler every slot takes the best token and its history is not kept.
+        A chunk with a `start` above 0 is run alone. Without a sampler every slot takes the best token and its history
+        is not kept.
         """
         ...
 
@@ -129,15 +144,17 @@ class Model(Protocol):
         token_ids: NDArray[np.int32],
         slot_lens: NDArray[np.int32],
         max_slot_len: int,
-        sampler: SamplerInputs | None,
-    ) -> NextTokens:
-        """Run one token for every slot in one execution.
+        samplers: Sequence[SamplerInputs | None],
+    ) -> ReadTokens:
+        """Start as many steps as there are samplers, one after the other, of one token for every slot each.
 
         Args:
             token_ids: int32 [B], the last token of each slot; anything for slots that are not stepped.
-            slot_lens: int32 [B], how many positions of each slot are written; the token goes to that position.
+            slot_lens: int32 [B], how many positions of each slot are written; the token goes to that position, those
+                of the following steps behind it. What would go beyond the slot's end goes to its last position.
             max_slot_len: the largest of `slot_lens` among the slots whose result matters.
-            sampler: as for `prefill`. A slot with penalties must have a sampler in each of its steps.
+            samplers: for each step as for `prefill`, all or none of them None. A slot with penalties must have a
+                sampler in each of its steps.
         """
         ...
 

@@ -4,12 +4,13 @@ Everything that varies is data, never a Python number, so a graph depends on its
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tpu_tgi_server.model.interface import NextTokens, Prompt, SamplerInputs
+from tpu_tgi_server.model.interface import NextTokens, PromptChunk, SamplerInputs
 
 SAMPLER_FIELDS = (
     "is_stepped",
@@ -22,34 +23,67 @@ SAMPLER_FIELDS = (
     "frequency_penalty",
     "uniform",
 )
-NUM_PROMPT_FIELDS = 5
+NUM_TOKEN_FIELDS = 6
+NUM_SLOT_FIELDS = 2
 
 
-def pack_prompts(prompts: Sequence[Prompt], num_tokens: int, num_slots: int) -> NDArray[np.int32]:
-    """Lay prompts one after the other in one row of `num_tokens` tokens.
+def pack_chunks(chunks: Sequence[PromptChunk], num_tokens: int, num_slots: int) -> NDArray[np.int32]:
+    """Lay chunks of prompts one after the other in one row of `num_tokens` tokens.
 
     Returns:
-        int32 [5 * num_tokens + num_slots]: token ids, segments, positions, slots and cells of every token, then for
-        each slot the index of its prompt's last token (0 for slots without a prompt). Padding is a segment of its own
-        and goes to the scratch cell of the last prompt's slot.
+        int32 [6 * num_tokens + 2 * num_slots], see `unpack_chunks`. Padding is a segment of its own and goes to the
+        scratch cell of the last chunk's slot.
     """
-    rows = np.zeros((NUM_PROMPT_FIELDS, num_tokens), np.int32)
-    token_ids, segments, positions, slots, cells = rows
-    last_indexes = np.zeros(num_slots, np.int32)
+    of_tokens = np.zeros((NUM_TOKEN_FIELDS, num_tokens), np.int32)
+    of_slots = np.zeros((NUM_SLOT_FIELDS, num_slots), np.int32)
+    token_ids, next_ids, segments, positions, slots, cells = of_tokens
+    last_indexes, is_begun = of_slots
     end = 0
-    for segment, prompt in enumerate(prompts):
-        start, end = end, end + len(prompt.token_ids)
-        token_ids[start:end] = prompt.token_ids
-        segments[start:end] = segment
-        positions[start:end] = np.arange(end - start)
-        slots[start:end] = prompt.slot
-        cells[start:end] = positions[start:end] if prompt.is_kept else prompt.slot_len
-        last_indexes[prompt.slot] = end - 1
-    last = prompts[-1]
-    segments[end:] = len(prompts)
+    for segment, chunk in enumerate(chunks):
+        begin, end = end, end + len(chunk.token_ids)
+        token_ids[begin:end] = chunk.token_ids
+        next_ids[begin:end] = [*chunk.token_ids[1:], chunk.next_id]
+        segments[begin:end] = segment
+        positions[begin:end] = np.arange(chunk.start, chunk.end)
+        slots[begin:end] = chunk.slot
+        cells[begin:end] = positions[begin:end] if chunk.is_kept else chunk.scratch_cell
+        last_indexes[chunk.slot] = end - 1
+        is_begun[chunk.slot] = chunk.is_kept and chunk.start == 0
+    last = chunks[-1]
+    segments[end:] = len(chunks)
     slots[end:] = last.slot
-    cells[end:] = len(last.token_ids) if last.is_kept else last.slot_len
-    return np.concatenate([rows.reshape(-1), last_indexes])
+    cells[end:] = last.end if last.is_kept else last.scratch_cell
+    return np.concatenate([of_tokens.reshape(-1), of_slots.reshape(-1)])
+
+
+@dataclass(frozen=True)
+class ChunkTensors:
+    """A packed row of T prompt tokens on the device, all int32.
+
+    Attributes:
+        token_ids, next_ids: [T], the prompt's tokens, and the token that comes after each.
+        segments: [T], which chunk a token belongs to.
+        positions: [T], the token's position in its prompt.
+        slots, cells: [T], where its keys and values go.
+        last_indexes: [B], for each slot the index of its chunk's last token; 0 for slots without a chunk.
+        is_begun: [B], 1 for slots whose prompt begins in this row.
+    """
+
+    token_ids: Tensor
+    next_ids: Tensor
+    segments: Tensor
+    positions: Tensor
+    slots: Tensor
+    cells: Tensor
+    last_indexes: Tensor
+    is_begun: Tensor
+
+
+def unpack_chunks(packed: Tensor, num_slots: int) -> ChunkTensors:
+    """The fields of `pack_chunks`."""
+    of_slots = packed[-NUM_SLOT_FIELDS * num_slots :].reshape(NUM_SLOT_FIELDS, num_slots)
+    of_tokens = packed[: -NUM_SLOT_FIELDS * num_slots].reshape(NUM_TOKEN_FIELDS, -1)
+    return ChunkTensors(*of_tokens, *of_slots)
 
 
 def pack_sampler(inputs: SamplerInputs) -> NDArray[np.float32]:
@@ -87,7 +121,7 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def unpack_result(
-    result: NDArray[np.float32], num_slots: int, num_top: int, prompt_lens: Mapping[int, int]
+    result: NDArray[np.float32], num_slots: int, num_top: int, chunk_lens: Mapping[int, int]
 ) -> NextTokens:
     """The flat result of a step as arrays.
 
@@ -96,7 +130,7 @@ def unpack_result(
             with prompt log-probabilities one number for each of its tokens.
         num_slots: B.
         num_top: N, 0 where they were not computed.
-        prompt_lens: how many tokens the prompt of each slot has, in their order; empty where prompt log-probabilities
+        chunk_lens: how many tokens the chunk of each slot has, in their order; empty where prompt log-probabilities
             were not computed.
     """
     table = result[: 2 * num_slots * (1 + num_top)]
@@ -104,9 +138,9 @@ def unpack_result(
     of_tokens = result[len(table) :]
     of_slots = {}
     end = 0
-    for slot, length in prompt_lens.items():
-        start, end = end, end + length
-        of_slots[slot] = of_tokens[start : end - 1]  # entry i is about token i + 1, so a prompt's last is about nothing
+    for slot, length in chunk_lens.items():
+        begin, end = end, end + length
+        of_slots[slot] = of_tokens[begin:end]
     return NextTokens(
         ids=table[:num_slots].astype(np.int32),
         logprobs=table[num_slots : 2 * num_slots],

@@ -1,6 +1,7 @@
 """One model on one device, from host arrays to chosen tokens: which graph runs, and what travels to it and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,90 +10,136 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpu_tgi_server.model import buckets
-from tpu_tgi_server.model.interface import MAX_TOP_TOKENS, NextTokens, OnGraph, Prompt, SamplerInputs
-from tpu_tgi_server.model.packing import neutral_masks, pack_masks, pack_prompts, pack_sampler, unpack_result
+from tpu_tgi_server.model.interface import (
+    MAX_TOP_TOKENS,
+    Graph,
+    NextTokens,
+    OnGraph,
+    PromptChunk,
+    ReadTokens,
+    SamplerInputs,
+)
+from tpu_tgi_server.model.packing import neutral_masks, pack_chunks, pack_masks, pack_sampler, unpack_result
 from tpu_tgi_server.model.sampling import ALL_STAGES, Stages
 from tpu_tgi_server.model.steps import DeviceSteps
 from tpu_tgi_server.runtime.interface import Runtime
 
 
+@dataclass(frozen=True)
+class RunnerLimits:
+    """For which sizes there are graphs.
+
+    Attributes:
+        max_row_tokens: prompt tokens of one prefill, which is also the size of a chunk.
+        max_input_tokens: of one prompt.
+        max_total_tokens: S, the length of a slot.
+    """
+
+    max_row_tokens: int
+    max_input_tokens: int
+    max_total_tokens: int
+
+
 class ModelRunner:
     """Owns the list of graphs and the neutral masks on the device. See `model.interface.Model` for the contract."""
 
-    def __init__(self, runtime: Runtime, steps: DeviceSteps, max_input_tokens: int, max_total_tokens: int) -> None:
+    def __init__(self, runtime: Runtime, steps: DeviceSteps, limits: RunnerLimits) -> None:
         self._runtime = runtime
-        self._steps = steps
-        self._graphs = buckets.graphs(max_input_tokens, max_total_tokens)
-        self._prefill_buckets = buckets.prefill_buckets(max_input_tokens)
-        self._decode_buckets = buckets.decode_buckets(max_total_tokens)
         self._num_slots = steps.num_slots
+        self._vocab_size = steps.vocab_size
         self._num_top = min(MAX_TOP_TOKENS, steps.vocab_size)
+        self._max_total_tokens = limits.max_total_tokens
+        sizes = (limits.max_row_tokens, limits.max_input_tokens, limits.max_total_tokens)
+        self._graphs = buckets.graphs(*sizes)
+        self._prefill_buckets = buckets.prefill_buckets(limits.max_row_tokens)
+        self._chunk_buckets = buckets.chunk_buckets(self._prefill_buckets[-1], *sizes[1:])
+        self._decode_buckets = buckets.decode_buckets(limits.max_total_tokens)
         self._neutral_masks = self._to_device(neutral_masks(steps.num_slots, steps.vocab_size))
+        with_history = [*steps.cache_tensors, *steps.history_tensors]
+        self._prefill = runtime.prepare(steps.prefill, steps.cache_tensors)
+        self._prefill_sampled = runtime.prepare(steps.prefill_sampled, with_history)
+        self._decode = runtime.prepare(steps.decode, steps.cache_tensors)
+        self._decode_sampled = runtime.prepare(steps.decode_sampled, with_history)
 
     @property
     def vocab_size(self) -> int:
-        return self._steps.vocab_size
+        return self._vocab_size
 
     @property
     def max_prefill_tokens(self) -> int:
         return self._prefill_buckets[-1]
 
-    def prefill(self, prompts: Sequence[Prompt], sampler: SamplerInputs | None) -> NextTokens:
-        prompt_lens = {prompt.slot: len(prompt.token_ids) for prompt in prompts}
-        bucket = self._padded(sum(prompt_lens.values()), self._prefill_buckets)
-        packed = self._to_device(pack_prompts(prompts, bucket, self._num_slots))
+    def prefill(self, chunks: Sequence[PromptChunk], sampler: SamplerInputs | None) -> NextTokens:
+        chunk_lens = {chunk.slot: len(chunk.token_ids) for chunk in chunks}
+        num_tokens, context_len = self._prefill_shape(chunks, sum(chunk_lens.values()))
+        packed = self._to_device(pack_chunks(chunks, num_tokens, self._num_slots))
         if sampler is None:
-            return unpack_result(self._run(self._steps.prefill, packed), self._num_slots, 0, {})
+            return self._read(self._prefill(packed, context_len), None, {})
         fields, masks, stages = self._sampler_arguments(sampler)
-        result = self._run(self._steps.prefill_sampled, packed, fields, masks, stages)
-        return self._unpack(result, stages, prompt_lens)
+        return self._read(self._prefill_sampled(packed, context_len, fields, masks, stages), stages, chunk_lens)
 
     def decode(
         self,
         token_ids: NDArray[np.int32],
         slot_lens: NDArray[np.int32],
         max_slot_len: int,
-        sampler: SamplerInputs | None,
-    ) -> NextTokens:
-        context_len = self._padded(max_slot_len + 1, self._decode_buckets)
-        packed = self._to_device(np.stack([token_ids, slot_lens]))
-        if sampler is None:
-            return unpack_result(self._run(self._steps.decode, packed, context_len), self._num_slots, 0, {})
-        fields, masks, stages = self._sampler_arguments(sampler)
-        result = self._run(self._steps.decode_sampled, packed, context_len, fields, masks, stages)
-        return self._unpack(result, stages, {})
+        samplers: Sequence[SamplerInputs | None],
+    ) -> ReadTokens:
+        state = self._to_device(np.stack([token_ids, slot_lens]))
+        results: list[tuple[Tensor, Stages | None]] = []
+        for context_len, sampler in enumerate(samplers, start=max_slot_len + 1):
+            padded_len = self._padded(min(context_len, self._max_total_tokens), self._decode_buckets)
+            stages = None
+            if sampler is None:
+                result, state = self._decode(state, padded_len)
+            else:
+                fields, masks, stages = self._sampler_arguments(sampler)
+                result, state = self._decode_sampled(state, padded_len, fields, masks, stages)
+            results.append((result, stages))
+        return lambda: [self._read(result, stages, {}) for result, stages in results]
 
     def warm_up(self, on_graph: OnGraph) -> None:
-        zeros = np.zeros(self._num_slots, np.int32)
         for number, graph in enumerate(self._graphs, start=1):
-            sampler = neutral_sampler(self._num_slots) if graph.has_sampler else None
-            if graph.kind == "prefill":
-                self.prefill([Prompt(slot=0, token_ids=[0] * graph.size, is_kept=False)], sampler)
-            else:
-                self.decode(zeros, zeros, graph.size - 1, sampler)
+            self._warm_up(graph, neutral_sampler(self._num_slots) if graph.has_sampler else None)
             on_graph(graph, number, len(self._graphs))
+
+    def _warm_up(self, graph: Graph, sampler: SamplerInputs | None) -> None:
+        if graph.kind == "decode":
+            zeros = np.zeros(self._num_slots, np.int32)
+            self.decode(zeros, zeros, graph.size - 1, [sampler])()
+            return
+        num_tokens = graph.size if graph.kind == "prefill" else self.max_prefill_tokens
+        start = graph.size - num_tokens  # so that the chunk ends where its window does
+        self.prefill([PromptChunk(slot=0, token_ids=[0] * num_tokens, start=start, is_kept=False)], sampler)
+
+    def _prefill_shape(self, chunks: Sequence[PromptChunk], num_tokens: int) -> tuple[int, int | None]:
+        """How many tokens the row has, and how many positions of the cache it reads."""
+        if chunks[0].start == 0:
+            return self._padded(num_tokens, self._prefill_buckets), None
+        (chunk,) = chunks
+        row_len = self.max_prefill_tokens if self._runtime.is_compiled else num_tokens
+        return row_len, self._padded(chunk.end, self._chunk_buckets)
 
     def _padded(self, size: int, sizes: Sequence[int]) -> int:
         """The bucket that holds `size`. Where nothing is compiled, the true size is as good and cheaper."""
         bucket = buckets.smallest_bucket(sizes, size)
         return bucket if self._runtime.is_compiled else size
 
-    def _run(self, step: Callable[..., Tensor], *arguments: object) -> NDArray[np.float32]:
-        result: NDArray[np.float32] = self._runtime.run(step, *arguments).numpy()
-        return result
-
     def _sampler_arguments(self, sampler: SamplerInputs) -> tuple[Tensor, Tensor, Stages]:
         stages = ALL_STAGES if self._runtime.is_compiled else needed_stages(sampler)
-        masks = pack_masks(sampler, self._num_slots, self.vocab_size)
+        masks = pack_masks(sampler, self._num_slots, self._vocab_size)
         masks_on_device = self._neutral_masks if masks is None else self._to_device(masks)
         return self._to_device(pack_sampler(sampler)), masks_on_device, stages
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return self._runtime.to_device(torch.from_numpy(array))
 
-    def _unpack(self, result: NDArray[np.float32], stages: Stages, prompt_lens: Mapping[int, int]) -> NextTokens:
-        num_top = self._num_top if stages.top_tokens else 0
-        return unpack_result(result, self._num_slots, num_top, prompt_lens if stages.prompt_logprobs else {})
+    def _read(self, result: Tensor, stages: Stages | None, chunk_lens: Mapping[int, int]) -> NextTokens:
+        """Wait for a result of these stages, None for a greedy one."""
+        num_top = self._num_top if stages is not None and stages.top_tokens else 0
+        has_logprobs = stages is not None and stages.prompt_logprobs
+        vector = self._runtime.to_host(result).numpy()
+        return unpack_result(vector, self._num_slots, num_top, chunk_lens if has_logprobs else {})
 
 
 def needed_stages(sampler: SamplerInputs) -> Stages:

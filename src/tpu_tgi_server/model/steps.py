@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from tpu_tgi_server.model.attention import DecodeStep, PrefillStep
 from tpu_tgi_server.model.cache import StaticCacheXla
-from tpu_tgi_server.model.packing import NUM_PROMPT_FIELDS, unpack_sampler
+from tpu_tgi_server.model.chunk_attention import ChunkStep
+from tpu_tgi_server.model.packing import ChunkTensors, unpack_chunks, unpack_sampler
 from tpu_tgi_server.model.sampling import SamplerTensors, Stages, choose, choose_greedily, prompt_logprobs
 
 
@@ -30,58 +31,93 @@ class DeviceSteps:
         self._watermark_delta = watermark_delta
         self.num_slots, self.vocab_size = counts.shape
 
-    def prefill(self, prompts: Tensor) -> Tensor:
-        """Prompts of `pack_prompts`, int32 [5 T + B]; best tokens: see `choose_greedily`."""
-        return choose_greedily(self._prompt_logits(prompts, prompts[-self.num_slots :])[0])
+    @property
+    def cache_tensors(self) -> list[Tensor]:
+        """What every step writes in place."""
+        return [*self._cache.keys, *self._cache.values]
 
-    def prefill_sampled(self, prompts: Tensor, sampler: Tensor, masks: Tensor, stages: Stages) -> Tensor:
+    @property
+    def history_tensors(self) -> list[Tensor]:
+        """What steps with a sampler write in place besides."""
+        return [self._counts]
+
+    def prefill(self, packed: Tensor, context_len: int | None) -> Tensor:
+        """Best tokens after a row of prompt chunks: see `choose_greedily`.
+
+        Args:
+            packed: int32 [6 T + 2 B], see `pack_chunks`.
+            context_len: None for chunks that begin their prompt; for the continuation of one, how many positions of
+                its slot are read.
+        """
+        chunks = unpack_chunks(packed, self.num_slots)
+        return choose_greedily(self._prompt_logits(chunks, context_len, chunks.last_indexes)[0])
+
+    def prefill_sampled(
+        self, packed: Tensor, context_len: int | None, sampler: Tensor, masks: Tensor, stages: Stages
+    ) -> Tensor:
         """The sampler's choice after a prefill: see `choose`, then [T] of `prompt_logprobs`.
 
         Args:
-            prompts: int32 [5 T + B], see `pack_prompts`.
+            packed, context_len: as for `prefill`.
             sampler: float32 [9, B], see `pack_sampler`.
             masks: int32 [2, B, ceil(V / 32)], allowed and favoured tokens.
             stages: what may be left out.
         """
-        last_indexes = prompts[-self.num_slots :]
-        tokens, _, positions, slots, cells = prompts[: -self.num_slots].reshape(NUM_PROMPT_FIELDS, -1)
+        chunks = unpack_chunks(packed, self.num_slots)
         fields = unpack_sampler(sampler)
-        is_started = fields.pop("is_stepped") > 0
+        is_stepped = fields.pop("is_stepped")[:, 0] > 0
         if stages.penalties:
-            is_real = cells == positions  # padding, and a prompt that is not kept, go to another cell
-            self._count_prompts(tokens, slots, is_real & is_started[slots, 0], is_started)
-        logits = self._prompt_logits(prompts, 0 if stages.prompt_logprobs else last_indexes)[0]
-        last_logits = logits[last_indexes] if stages.prompt_logprobs else logits
-        lengths = positions[last_indexes][:, None] + 1
+            self._count_prompts(chunks, is_stepped)
+        logits = self._prompt_logits(chunks, context_len, 0 if stages.prompt_logprobs else chunks.last_indexes)[0]
+        last_logits = logits[chunks.last_indexes] if stages.prompt_logprobs else logits
+        lengths = chunks.positions[chunks.last_indexes][:, None] + 1
         result = choose(last_logits, self._sampler_tensors(fields, lengths, masks), stages)
         if not stages.prompt_logprobs:
             return result
-        return torch.cat([result, prompt_logprobs(logits, torch.roll(tokens, -1))])
+        return torch.cat([result, prompt_logprobs(logits, chunks.next_ids)])
 
-    def decode(self, tokens_and_lens: Tensor, context_len: int) -> Tensor:
-        """`tokens_and_lens` is int32 [2, B], tokens and slot lengths; best tokens: see `choose_greedily`."""
-        tokens, positions = tokens_and_lens
-        return choose_greedily(self._token_logits(tokens, positions, context_len))
+    def decode(self, state: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        """One token for every slot.
+
+        Args:
+            state: int32 [2, B], the last token and the length of each slot.
+            context_len: how many positions are read.
+
+        Returns:
+            The best tokens, see `choose_greedily`, and the state of the next step.
+        """
+        tokens, positions = state
+        result = choose_greedily(self._token_logits(tokens, positions, context_len))
+        return result, self._next_state(result, positions)
 
     def decode_sampled(
-        self, tokens_and_lens: Tensor, context_len: int, sampler: Tensor, masks: Tensor, stages: Stages
-    ) -> Tensor:
-        """The sampler's choice after a decode, see `choose`; arguments as for `decode` and `prefill_sampled`."""
-        tokens, positions = tokens_and_lens
+        self, state: Tensor, context_len: int, sampler: Tensor, masks: Tensor, stages: Stages
+    ) -> tuple[Tensor, Tensor]:
+        """The sampler's choice, see `choose`, and the next state; arguments as for `decode` and `prefill_sampled`."""
+        tokens, positions = state
         fields = unpack_sampler(sampler)
         is_stepped = fields.pop("is_stepped")
         if stages.penalties:
             self._counts.index_put_((self._slots, tokens), is_stepped[:, 0].int(), accumulate=True)
         logits = self._token_logits(tokens, positions, context_len)
-        return choose(logits, self._sampler_tensors(fields, positions[:, None] + 1, masks), stages)
+        result = choose(logits, self._sampler_tensors(fields, positions[:, None] + 1, masks), stages)
+        return result, self._next_state(result, positions)
 
-    def _prompt_logits(self, prompts: Tensor, logits_to_keep: Tensor | int) -> Tensor:
-        """[1, N, V] for the packed prompts of `pack_prompts`."""
-        tokens, segments, positions, slots, cells = prompts[: -self.num_slots].reshape(NUM_PROMPT_FIELDS, -1)
-        step = PrefillStep(self._cache, segments=segments, positions=positions, slots=slots, cells=cells)
+    def _next_state(self, result: Tensor, positions: Tensor) -> Tensor:
+        """A slot that is full writes its last position again and again, which nobody reads any more."""
+        next_positions = (positions + 1).clamp(max=self._cache.max_slot_len - 1)
+        return torch.stack([result[: self.num_slots].int(), next_positions])
+
+    def _prompt_logits(self, chunks: ChunkTensors, context_len: int | None, logits_to_keep: Tensor | int) -> Tensor:
+        """[1, N, V] for a packed row."""
+        step: PrefillStep | ChunkStep
+        if context_len is None:
+            step = PrefillStep(self._cache, chunks.segments, chunks.positions, chunks.slots, chunks.cells)
+        else:
+            step = ChunkStep(self._cache, chunks.positions, chunks.slots, chunks.cells, context_len)
         output = self._model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
+            input_ids=chunks.token_ids[None],
+            position_ids=chunks.positions[None],
             use_cache=False,
             logits_to_keep=logits_to_keep,
             slot_step=step,
@@ -98,11 +134,13 @@ class DeviceSteps:
         logits: Tensor = output.logits[:, 0]
         return logits
 
-    def _count_prompts(self, tokens: Tensor, slots: Tensor, is_counted: Tensor, is_started: Tensor) -> None:
-        """Start the counts of the slots that begin with this prefill, and leave the others as they are."""
-        fresh = torch.zeros_like(self._counts)
-        fresh.index_put_((slots, tokens), is_counted.int(), accumulate=True)
-        self._counts.copy_(torch.where(is_started, fresh, self._counts))
+    def _count_prompts(self, chunks: ChunkTensors, is_stepped: Tensor) -> None:
+        """Start the counts of the slots whose prompt begins, go on with those of the others that are stepped."""
+        is_real = chunks.cells == chunks.positions  # padding, and a prompt that is not kept, go to another cell
+        is_begun = (chunks.is_begun > 0) & is_stepped
+        self._counts.copy_(torch.where(is_begun[:, None], 0, self._counts))
+        is_counted = is_real & is_stepped[chunks.slots]
+        self._counts.index_put_((chunks.slots, chunks.token_ids), is_counted.int(), accumulate=True)
 
     def _sampler_tensors(self, fields: dict[str, Tensor], lengths: Tensor, masks: Tensor) -> SamplerTensors:
         return SamplerTensors(

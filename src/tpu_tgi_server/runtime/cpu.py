@@ -1,11 +1,13 @@
 """Plain torch on the host's processor: nothing is compiled, and every step runs as it is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tpu_tgi_server.runtime.interface import StepResultT
 
 
 def free_host_bytes() -> int:
@@ -34,10 +36,22 @@ class CpuRuntime:
         """Already there."""
         return host
 
-    def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Call it."""
-        with torch.inference_mode():
-            return function(*arguments)
+    def to_host(self, device: Tensor) -> Tensor:
+        """Already there."""
+        return device
+
+    def prepare(
+        self,
+        step: Callable[..., StepResultT],
+        in_place: Sequence[Tensor],  # noqa: ARG002 - plain torch writes in place anyway
+    ) -> Callable[..., StepResultT]:
+        """The step without autograd; a call returns when it is done."""
+
+        def call(*arguments: Any) -> StepResultT:
+            with torch.inference_mode():
+                return step(*arguments)
+
+        return call
 
     def num_compilations(self) -> int:
         """Plain torch compiles nothing."""

@@ -1,10 +1,12 @@
 """What the rest of the package needs of an accelerator stack. Another stack is one more file beside `cpu` and `xla`."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+StepResultT = TypeVar("StepResultT")
 
 
 class Runtime(Protocol):
@@ -40,8 +42,19 @@ class Runtime(Protocol):
         """Copy to the device without compiling anything."""
         ...
 
-    def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Execute one step and return its result on the host. Tensors written in place stay on the device."""
+    def to_host(self, device: Tensor) -> Tensor:
+        """Wait for a tensor, and copy it to the host."""
+        ...
+
+    def prepare(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor]) -> Callable[..., StepResultT]:
+        """A step in the form in which it is to be called: where graphs are compiled, one for all that is not a tensor.
+
+        A call starts the step, after those started before, and need not wait for it: its results stay on the device.
+
+        Args:
+            step: a function of tensors and constants, written as plain torch.
+            in_place: the tensors on the device that it writes, besides its arguments. They are never copied.
+        """
         ...
 
     def num_compilations(self) -> int:

@@ -1,11 +1,12 @@
 """torch_xla 2.9: the TPU, and XLA on the CPU where the same graphs are tested without one."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
@@ -13,6 +14,11 @@ import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from loguru import logger
 from torch import Tensor
+
+from tpu_tgi_server.runtime.interface import StepResultT
+
+MAX_GRAPHS = 1024
+"""How many shapes of a step torch.compile keeps; by default it would give up on the ninth."""
 
 
 class XlaRuntime:
@@ -28,6 +34,7 @@ class XlaRuntime:
         os.environ["PJRT_DEVICE"] = pjrt_device
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)
+        dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = MAX_GRAPHS
         self._is_tpu = pjrt_device == "TPU"
         self.default_dtype = torch.bfloat16 if pjrt_device == "TPU" else torch.float32
 
@@ -54,16 +61,29 @@ class XlaRuntime:
         """A transfer. (`torch.zeros(..., device=xla)` would compile a graph for each shape.)"""
         return host.to(self.device)
 
-    def run(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Trace, compile unless the graph is known, execute, and read the result.
+    def to_host(self, device: Tensor) -> Tensor:
+        """Wait for the device, and transfer."""
+        return device.cpu()
 
-        The barrier comes before the read: reading a pending tensor would execute a partial graph without donating
-        the cache, and the barrier would then execute the work a second time.
+    def prepare(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor]) -> Callable[..., StepResultT]:
+        """The step, traced once for each shape and constant and replayed from then on.
+
+        Tracing a model anew in each step takes longer than a TPU needs to run it. Marked as donors, the tensors that
+        are written in place are neither copied nor held twice.
         """
-        with torch.no_grad():
-            result = function(*arguments)
-        torch_xla.sync()
-        return result.cpu()
+
+        def marked(*arguments: Any) -> StepResultT:
+            for tensor in in_place:
+                torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
+            return step(*arguments)
+
+        replayed = torch.compile(marked, backend="openxla", fullgraph=True, dynamic=False)
+
+        def call(*arguments: Any) -> StepResultT:
+            with torch.no_grad():
+                return replayed(*arguments)
+
+        return call
 
     def num_compilations(self) -> int:
         """The counter of torch_xla's own metrics."""
