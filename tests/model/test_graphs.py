@@ -1,6 +1,7 @@
 """The fixed set of graphs, as XLA itself counts it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ def facts(tiny_model_folder: Path) -> dict[int, Facts]:
 
 def collect_in_process(folder: Path, num_slots: int, num_requests: int) -> Facts:
     command = [sys.executable, "-m", "tests.xla_facts", str(folder), str(num_slots), str(num_requests)]
-    environment = {"PATH": "", "HOME": str(folder), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return Facts(**json.loads(done.stdout.splitlines()[-1]))

@@ -18,7 +18,8 @@ from tpu_tgi_server.config import Device
 from tpu_tgi_server.runtime.select import select_runtime
 
 def main(rank, runtime):
-    print(runtime.run(lambda tensor: tensor * 3 + 1, runtime.to_device(torch.arange(3.0))).tolist())
+    step = runtime.prepare(lambda tensor: tensor * 3 + 1, [])
+    print(runtime.to_host(step(runtime.to_device(torch.arange(3.0)))).tolist())
 
 runtime = select_runtime(Device.XLA_CPU, Path(sys.argv[1]))
 runtime.launch(main, (runtime,))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
@@ -16,9 +15,7 @@ from loguru import logger
 from torch import Tensor
 
 from tpu_tgi_server.runtime.interface import StepResultT
-
-MAX_GRAPHS = 1024
-"""How many shapes of a step torch.compile keeps; by default it would give up on the ninth."""
+from tpu_tgi_server.runtime.xla_replay import ReplayedStep
 
 
 class XlaRuntime:
@@ -34,7 +31,6 @@ class XlaRuntime:
         os.environ["PJRT_DEVICE"] = pjrt_device
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)
-        dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = MAX_GRAPHS
         self._is_tpu = pjrt_device == "TPU"
         self.default_dtype = torch.bfloat16 if pjrt_device == "TPU" else torch.float32
 
@@ -66,24 +62,8 @@ class XlaRuntime:
         return device.cpu()
 
     def prepare(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor]) -> Callable[..., StepResultT]:
-        """The step, traced once for each shape and constant and replayed from then on.
-
-        Tracing a model anew in each step takes longer than a TPU needs to run it. Marked as donors, the tensors that
-        are written in place are neither copied nor held twice.
-        """
-
-        def marked(*arguments: Any) -> StepResultT:
-            for tensor in in_place:
-                torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
-            return step(*arguments)
-
-        replayed = torch.compile(marked, backend="openxla", fullgraph=True, dynamic=False)
-
-        def call(*arguments: Any) -> StepResultT:
-            with torch.no_grad():
-                return replayed(*arguments)
-
-        return call
+        """See `ReplayedStep`."""
+        return ReplayedStep(step, in_place)
 
     def num_compilations(self) -> int:
         """The counter of torch_xla's own metrics."""
