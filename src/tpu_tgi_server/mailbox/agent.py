@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from typing import assert_never
@@ -19,7 +20,7 @@ from loguru import logger
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.types import EngineError, ModelInfo
-from tpu_tgi_server.logs import configure_logging
+from tpu_tgi_server.logs import configure_logging, origin
 from tpu_tgi_server.mailbox.messages import (
     Broken,
     Clear,
@@ -59,9 +60,12 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     except BrokenPipeError:
         sys.exit(1)  # the root is gone
     except Exception as error:
-        expected = isinstance(error, OSError | ValueError)
-        logger.opt(exception=True).log("DEBUG" if expected else "ERROR", "agent failed")
-        connection.send(Broken(f"{error}" if expected else f"{type(error).__name__}: {error}"))
+        is_expected = isinstance(error, OSError | ValueError)
+        if not is_expected:
+            logger.exception("the model could not be loaded")
+        logger.opt(exception=True).debug("the model could not be loaded")
+        with suppress(BrokenPipeError):
+            connection.send(Broken(f"{error}" if is_expected else f"{type(error).__name__}: {error}"))
         sys.exit(1)
 
 
@@ -85,7 +89,23 @@ def _run_agent(
     logger.debug("agent {} is ready", rank)
     connection.send(Ready(info))
     while (command := commands.get()) is not None:
-        connection.send(_execute(generator, command, on_graph))
+        reply = _execute_or_break(generator, command, on_graph)
+        connection.send(reply)
+        if isinstance(reply, Broken):
+            sys.exit(1)
+
+
+def _execute_or_break(generator: Generator, command: Command, on_graph: OnGraph) -> Reply:
+    """As `_execute`. A failure while requests are served may quote them, so it is told without its text."""
+    try:
+        return _execute(generator, command, on_graph)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        name = type(command).__name__
+        logger.exception("{} failed", name)
+        logger.opt(exception=True).debug("{} failed", name)
+        return Broken(f"{name} failed: {origin(error)}")
 
 
 def _execute(generator: Generator, command: Command, on_graph: OnGraph) -> Reply:

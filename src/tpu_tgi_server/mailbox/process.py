@@ -50,8 +50,8 @@ class AgentProcess:
         """A file descriptor that becomes readable when the process ends."""
         return self._process.sentinel
 
-    def request(self, command: Command, timeout_s: float | None) -> Reply:
-        """Send a command and wait for its reply. Blocks.
+    def request(self, command: Command, timeout_s: float) -> Reply:
+        """Send a command and wait for its reply. Blocks. The deadline counts anew from each progress report.
 
         Raises:
             AgentDiedError: the agent died, said that it is broken, or did not answer in time and was killed.
@@ -59,12 +59,12 @@ class AgentProcess:
         try:
             self._connection.send(command)
         except BlockingIOError as error:
-            raise self._overdue() from error
+            raise self._overdue(self._timeout_s) from error
         except OSError as error:
             raise AgentDiedError(self._epitaph()) from error
         return self.receive(timeout_s)
 
-    def receive(self, timeout_s: float | None) -> Reply:
+    def receive(self, timeout_s: float) -> Reply:
         """Wait for the next reply, passing progress on. Blocks; raises as `request` does."""
         try:
             while self._connection.poll(timeout_s):
@@ -75,10 +75,10 @@ class AgentProcess:
                     return message
                 self._on_progress(message)
         except BlockingIOError as error:
-            raise self._overdue() from error
+            raise self._overdue(self._timeout_s) from error
         except (EOFError, OSError) as error:
             raise AgentDiedError(self._epitaph()) from error
-        raise self._overdue()
+        raise self._overdue(timeout_s)
 
     def stop(self) -> None:
         """End the process: ask, then SIGTERM, then SIGKILL. Blocks for at most three times STOP_GRACE_S."""
@@ -95,10 +95,10 @@ class AgentProcess:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 end.setsockopt(socket.SOL_SOCKET, option, timeval)
 
-    def _overdue(self) -> AgentDiedError:
+    def _overdue(self, timeout_s: float) -> AgentDiedError:
         """The end of an agent that has kept the root waiting for too long."""
         self._process.kill()
-        return AgentDiedError(f"the agent did not answer within {self._timeout_s:g} s and was killed")
+        return AgentDiedError(f"the agent did not answer within {timeout_s:g} s and was killed")
 
     def _hang_up(self) -> None:
         """Let the agent read an end of file. Closing would pull the descriptor from under a thread that waits on it."""

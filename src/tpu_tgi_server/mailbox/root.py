@@ -67,10 +67,10 @@ class RootMailbox:
         """Spawn the first agent and wait until its model is loaded.
 
         Raises:
-            AgentDiedError: it could not load; the message says why. It is not tried again.
+            AgentDiedError: it could not load, or got stuck; the message says why. It is not tried again.
         """
         self._agent = AgentProcess(self._settings, self._loader, self._on_progress)
-        ready = await self._in_thread(self._agent.receive, None)
+        ready = await self._in_thread(self._agent.receive, self._settings.load_timeout_s)
         assert isinstance(ready, Ready)
         self._begin(self._agent)
         return ready.info
@@ -172,7 +172,7 @@ class RootMailbox:
             logger.error("{}; loading the model again", reason)
             self._agent = AgentProcess(self._settings, self._loader, self._on_progress)
             try:
-                await self._in_thread(self._agent.receive, None)
+                await self._in_thread(self._agent.receive, self._settings.load_timeout_s)
                 if self._is_warm:
                     reply = await self._in_thread(self._agent.request, WarmUp(), self._settings.step_timeout_s)
                     if isinstance(reply, Refused):
