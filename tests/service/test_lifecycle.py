@@ -269,6 +269,36 @@ def test_loading_failure_is_one_clear_line(tmp_path: Path) -> None:
         assert server.errors.read_text() == ""
 
 
+def test_agent_that_is_killed_while_it_loads_ends_the_start_with_the_reason(tmp_path: Path) -> None:
+    with start_scripted_server(tmp_path, Faults(load_s=LONG_S)) as server:
+        server.wait_for_log("loading: script")
+        server.agent().kill()
+        assert server.wait_until_gone(10) == 1
+        assert server.records()[-1]["text"] == "could not start: the agent was ended by signal 9"
+        assert server.errors.read_text() == ""
+        assert not server.socket.exists()
+
+
+def test_sigterm_while_the_model_is_loaded_again(tmp_path: Path) -> None:
+    with start_scripted_server(tmp_path, Faults(load_s=3.0)) as server:
+        server.wait_for_socket()
+        server.agent().kill()
+        server.wait_for_log("loading the model again")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone(10) == 0
+        assert not server.socket.exists()
+        assert server.errors.read_text() == ""
+
+
+def test_stopped_agent_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with decoding(tmp_path, Faults(decode_s=LONG_S)) as (server, _, call):
+        server.agent().suspend()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone(10) == 0
+        assert error_of(call, timeout_s=1).code() is grpc.StatusCode.UNAVAILABLE
+        assert server.errors.read_text() == ""
+
+
 def test_stale_socket_is_replaced(tmp_path: Path) -> None:
     stale_socket(tmp_path)
     with ready_server(start_scripted_server(tmp_path, Faults(load_s=0.5))) as server:
