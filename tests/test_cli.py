@@ -130,12 +130,32 @@ def test_client_prints_what_the_server_refuses_and_what_it_answers(tmp_path: Pat
         assert re.search(r"^15 tokens, first after \d+ ms, [\d.]+ tokens/s$", done.stdout, re.MULTILINE)
 
 
-def test_client_that_cannot_write_its_answer_leaves_no_request_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"]], ids=len)
+def test_client_that_cannot_write_its_answer_says_so_and_leaves_no_request_behind(
+    tmp_path: Path, prompts: list[str]
+) -> None:
+    full = ("> /dev/full", "error: the answer cannot be written: No space left on device\n")
+    gone = ("| true", "")
     with ready_server(start_scripted_server(tmp_path, Faults())) as server, server.connect() as stub:
-        command = [sys.executable, "-c", TOOLS, "generate", "--raw", "--uds-path", str(tmp_path / "uds"), "a"]
-        with open("/dev/full", "w") as full:
-            assert subprocess.run(command, stdout=full, stderr=subprocess.DEVNULL, check=False).returncode == 1
-        stub.Warmup(pb.WarmupRequest())  # refused while a request is live
+        for target, complaint in (full, gone):
+            client = f'("$@"; echo $? > {tmp_path / "status"}) {target}'
+            words = [sys.executable, "-c", TOOLS, "generate", "--raw", "--uds-path", str(tmp_path / "uds"), *prompts]
+            done = subprocess.run(
+                ["/bin/sh", "-c", client, "sh", *words], stderr=subprocess.PIPE, text=True, check=False
+            )
+            assert ((tmp_path / "status").read_text(), done.stderr) == ("1\n", complaint)
+            stub.Warmup(pb.WarmupRequest())  # refused while a request is live
+
+
+def test_client_refuses_a_standard_input_that_is_not_text_or_not_there() -> None:
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8:strict"}
+    for shell, complaint in (("printf '\\377' |", "standard input is not text"), ("<&-", "no prompt")):
+        words = f'{shell} "$@"' if shell.endswith("|") else f'"$@" {shell}'
+        command = ["/bin/sh", "-c", words, "sh", sys.executable, "-c", TOOLS, "generate"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 2
+        assert complaint in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_client_refuses_a_prompt_that_is_not_text(tmp_path: Path) -> None:
@@ -152,4 +172,4 @@ def test_client_says_that_the_server_died(tmp_path: Path) -> None:
         server.wait_for_socket()
         done = run(TOOLS, "generate", "--raw", "--uds-path", str(server.socket).removesuffix("-0"), "hello")
         assert done.returncode == 1
-        assert done.stderr == "error: RuntimeError: the device is on fire\n"
+        assert re.fullmatch(r"error: Decode failed: RuntimeError in scripted\.py:\d+ on_step\n", done.stderr)

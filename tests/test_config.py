@@ -1,5 +1,6 @@
 """Settings: what is legal, and what `auto` means."""
 
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Settings, resol
         ({"max_total_tokens": 1}, "--max-total-tokens"),
         ({"max_input_tokens": 0}, "--max-input-tokens"),
         ({"max_input_tokens": 64, "max_total_tokens": 64}, "--max-input-tokens"),
-        ({"step_timeout_s": 0}, "--step-timeout"),
+        *(({"step_timeout_s": seconds}, "--step-timeout") for seconds in (0, -1.0, nan, inf, 1e10)),
+        *(({"load_timeout_s": seconds}, "--load-timeout") for seconds in (0, -1.0, nan, inf, 1e10)),
+        *(({"watermark_gamma": gamma}, "WATERMARK_GAMMA") for gamma in (0, 1, -0.5, 2, nan, inf, -inf)),
+        *(({"watermark_delta": delta}, "WATERMARK_DELTA") for delta in (1e30, -1001, nan, inf, -inf)),
         ({"uds_path": Path("/tmp") / ("x" * 200)}, "--uds-path"),
     ],
 )

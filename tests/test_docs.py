@@ -37,9 +37,12 @@ def test_operating_page_has_every_option_of_the_launcher() -> None:
 
 def test_architecture_page_lists_the_graphs_of_the_demo_model() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    listed = {row[0]: row[1] for row in rows(text) if row[0] in ("prefill tokens", "decode positions")}
+    kinds = ("prefill tokens", "chunk positions", "decode positions")
+    listed = {row[0]: row[1] for row in rows(text) if row[0] in kinds}
+    chunk_tokens = Settings.prefill_chunk_tokens
     assert listed == {
-        "prefill tokens": ", ".join(map(str, buckets.prefill_buckets(2047))),
+        "prefill tokens": ", ".join(map(str, buckets.prefill_buckets(chunk_tokens))),
+        "chunk positions": ", ".join(map(str, buckets.chunk_buckets(chunk_tokens, 2047, 2048))),
         "decode positions": ", ".join(map(str, buckets.decode_buckets(2048))),
     }
 

@@ -1,78 +1,27 @@
 """TGI's launcher starts a real shard, reads its log, and ends it."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import SERVE_ALWAYS, SERVE_OPTIONAL, read_as_launcher, shard_environment
-from tests.servers import ROOT, wait_for
+from tests.launcher import SERVE_ALWAYS, SERVE_OPTIONAL, Shard, shard_environment
+from tests.servers import ROOT
 from tests.tiny_model import MAX_POSITIONS
-
-COMMAND = "from tpu_tgi_server.cli import launcher_app; launcher_app()"
-CLOSE_STDIN = ("/bin/sh", "-c", 'exec "$@" <&-', "sh")
-START_TIMEOUT_S = 120.0
-
-
-class Shard:
-    """Owns a running `text-generation-server serve`; its log is read all the while, as the launcher does."""
-
-    def __init__(self, model: Path, uds_path: Path, options: tuple[str, ...], environment: dict[str, str]) -> None:
-        self.socket = Path(f"{uds_path}-0")
-        self.process = subprocess.Popen(
-            [*CLOSE_STDIN, sys.executable, "-c", COMMAND, "serve", str(model), "--uds-path", str(uds_path), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        output = self.process.stdout.fileno()
-        reader = ThreadPoolExecutor(1)
-        self._records = reader.submit(lambda: list(read_as_launcher(output)))
-        reader.shutdown(wait=False)
-
-    def wait_until_ready(self) -> None:
-        wait_for(lambda: self.socket.exists() or self.process.poll() is not None, START_TIMEOUT_S, "the socket")
-        assert self.process.poll() is None, self.read_to_the_end(self.process.returncode)
-
-    def stop(self) -> tuple[list[tuple[str, str]], str]:
-        """End it as the launcher does; the records of its log, and its stderr."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.read_to_the_end(0)
-
-    def read_to_the_end(self, status: int) -> tuple[list[tuple[str, str]], str]:
-        records = self._records.result(START_TIMEOUT_S)
-        assert self.process.wait(30) == status
-        assert self.process.stderr is not None
-        return records, self.process.stderr.read().decode()
-
-    def close(self) -> None:
-        self.process.wait()
-        self._records.exception()
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
 
 
 @contextmanager
 def shard(folder: Path, model: Path, *options: str, **variables: str) -> Iterator[Shard]:
     """A shard that is started with what the launcher always passes, and what is given."""
     environment = shard_environment(ROOT / "src", HF_HUB_OFFLINE="1", **variables)
-    running = Shard(model, folder / "uds", (*SERVE_ALWAYS, *options), environment)
+    words = ["serve", str(model), "--uds-path", str(folder / "uds"), *SERVE_ALWAYS, *options]
+    running = Shard(words, folder / "uds", environment)
     try:
         yield running
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(running.process.pid, signal.SIGKILL)
         running.close()
 
 
@@ -91,7 +40,10 @@ def test_shard_starts_with_all_that_the_launcher_may_add_and_no_record_is_lost(
 ) -> None:
     options = [word for option in SERVE_OPTIONAL for word in option]
     sizes = {"MAX_BATCH_SIZE": "3", "MAX_TOTAL_TOKENS": "128", "MAX_INPUT_TOKENS": "100"}
-    variables = {**sizes, "WATERMARK_GAMMA": "0.25", "REQUEST_LOGPROBS": "1", "LORA_ADAPTERS": "", "PJRT_DEVICE": ""}
+    watermark = {"WATERMARK_GAMMA": "0.25", "WATERMARK_DELTA": "1.5"}
+    folders = {"HUGGINGFACE_HUB_CACHE": str(tmp_path), "WEIGHTS_CACHE_OVERRIDE": str(tiny_model_folder)}
+    ignored = {"REQUEST_LOGPROBS": "1", "DISABLE_CUSTOM_KERNELS": "True", "HF_TOKEN": "token"}
+    variables = {**sizes, **watermark, **folders, **ignored, "LORA_ADAPTERS": "", "PJRT_DEVICE": ""}
     with shard(tmp_path, tiny_model_folder, *options, "--logger-level", "TRACE", **variables) as running:
         running.wait_until_ready()
         records, errors = running.stop()

@@ -70,13 +70,43 @@ def test_standard_logging_is_passed_on() -> None:
     assert (record["text"], record["record"]["level"]["name"]) == ("3 things", "WARNING")
 
 
-def test_exception_is_one_record_with_its_traceback_and_no_values() -> None:
-    code = "configure('INFO', True)\nsecret = 'my prompt'\n"
-    code += "try: {}[secret.upper()]\nexcept KeyError: logger.exception('it failed')"
-    (record,) = records_of(code)
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [(6, "TRACE"), (15, "INFO"), (22, "INFO"), (25, "SUCCESS"), (35, "ERROR"), (60, "CRITICAL")],
+)
+def test_level_that_the_launcher_does_not_know_is_the_nearest_that_it_does(level: int, shown: str) -> None:
+    for call in (f"logger.log({level}, 'x')", f"logger.level('OWN', no={level}); logger.log('OWN', 'x')"):
+        (record,) = records_of(f"configure('TRACE', True); {call}")
+        assert record["record"]["level"] == {"name": shown, "no": level}
+
+
+def test_own_levels_of_the_standard_logging_are_passed_on() -> None:
+    (record,) = records_of("configure('INFO', True); logging.getLogger('library').log(35, 'x')")
+    assert record["record"]["level"] == {"name": "ERROR", "no": 35}
+
+
+FAILURE = """
+def fail(prompt):
+    raise KeyError(prompt)
+
+def call():
+    try: fail('my ' + 'prompt')
+    except KeyError: {log}
+call()
+"""
+
+
+@pytest.mark.parametrize("log", ["logger.exception('it {failed}')", "logging.exception('it {failed}')"])
+def test_exception_is_one_record_with_its_origin_and_not_its_text(log: str) -> None:
+    (record,) = records_of("configure('INFO', True)\n" + FAILURE.replace("{log}", log))
+    assert record["text"].splitlines() == ["it {failed}", "<string>:8 call", "<string>:5 fail", "KeyError"]
+
+
+def test_text_of_an_exception_is_in_records_below_info() -> None:
+    log = "logger.opt(exception=True).debug('it failed')"
+    (record,) = records_of("configure('DEBUG', True)\n" + FAILURE.replace("{log}", log))
     assert record["text"].startswith("it failed\nTraceback")
-    assert record["text"].endswith("KeyError: 'MY PROMPT'")
-    assert "my prompt" not in record["text"]
+    assert record["text"].endswith("KeyError: 'my prompt'")
 
 
 @pytest.mark.parametrize("character", ["x", "é", "🙂", '"', "\\x00"])
@@ -105,11 +135,14 @@ def test_records_of_several_processes_do_not_mix_on_one_pipe(tmp_path: Path) -> 
         assert texts == [f"{number} {'é' * 250}" for number in range(2000)]
 
 
-def test_program_without_a_standard_output_logs_nowhere_and_not_into_its_files(tmp_path: Path) -> None:
-    code = f"configure('INFO', True)\nfile = open({str(tmp_path / 'file')!r}, 'w')\nlogger.info('lost')\nfile.close()"
-    command = ["/bin/sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, SETUP + code]
-    done = subprocess.run(
-        command, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT / "src")}, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_program_without_standard_streams_does_not_write_into_its_files(tmp_path: Path, closed: str) -> None:
+    code = f"configure('INFO', True)\nimport os\nfile = open({str(tmp_path / 'file')!r}, 'w')\nlogger.info('x')\n"
+    code += "os.write(2, b'y')\nopen(file.name + '-number', 'w').write(str(file.fileno()))"
+    command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, SETUP + code]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "src")}, check=False)
+    assert done.returncode == 0
+    assert (done.stdout == "") == (">&-" in closed.split())
+    assert (done.stderr == "") == ("2>&-" in closed)
     assert (tmp_path / "file").read_text() == ""
+    assert int((tmp_path / "file-number").read_text()) > 2

@@ -4,7 +4,6 @@ It knows names, defaults and what values are legal; it knows nothing of gRPC, mo
 package reads the environment for settings.
 """
 
-import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -18,6 +17,13 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 8192
 """The details of so many prompt tokens still fit a response of 4 MiB."""
 MAX_DECODE_STEPS = 16
+
+
+MAX_TIMEOUT_S = 1_000_000.0
+"""poll(2) counts milliseconds in 31 bits, which is 24 days."""
+
+MAX_WATERMARK_DELTA = 1000.0
+"""Added to a logit, a larger number leaves a float32 too few digits to tell the favoured tokens apart."""
 
 
 class Device(StrEnum):
@@ -64,6 +70,7 @@ class Settings:
     skip_warmup: bool = False
     compilation_cache: Path | None = None
     step_timeout_s: float = 600.0
+    load_timeout_s: float = 1800.0
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     logger_level: str = "INFO"
@@ -83,12 +90,14 @@ class Settings:
             raise ValueError(f"--prefill-chunk-tokens must be from {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}")
         if not 1 <= self.decode_steps <= MAX_DECODE_STEPS:
             raise ValueError(f"--decode-steps must be from 1 to {MAX_DECODE_STEPS}")
-        if self.step_timeout_s <= 0:
-            raise ValueError("--step-timeout must be more than 0 seconds")
+        for flag, seconds in (("--step-timeout", self.step_timeout_s), ("--load-timeout", self.load_timeout_s)):
+            if not 0 < seconds <= MAX_TIMEOUT_S:
+                raise ValueError(f"{flag} must be more than 0 seconds and at most {MAX_TIMEOUT_S:.0f}")
         if not 0 < self.watermark_gamma < 1:
             raise ValueError("WATERMARK_GAMMA must be more than 0 and less than 1")
-        if not math.isfinite(self.watermark_delta):
-            raise ValueError("WATERMARK_DELTA must be a finite number")
+        if not abs(self.watermark_delta) <= MAX_WATERMARK_DELTA:
+            largest = f"{MAX_WATERMARK_DELTA:g}"
+            raise ValueError(f"WATERMARK_DELTA must be a number from -{largest} to {largest}")
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"--uds-path is too long: a socket path has at most {MAX_SOCKET_PATH_BYTES} bytes")
 

@@ -2,11 +2,15 @@
 
 One record is one `write` of at most PIPE_BUF bytes, so POSIX keeps records of several processes apart on a shared
 pipe without a lock. A longer text goes on in the next record.
+
+An exception's text may quote a prompt or an answer, so it is in records below INFO only; at INFO and above a record has
+the exception's type and where it came from.
 """
 
 import json
 import logging
 import os
+import traceback
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -20,7 +24,10 @@ MAX_RECORD_BYTES = 4096
 MAX_TEXT_BYTES = 600
 """A byte of UTF-8 takes at most 6 bytes in JSON, which leaves room for the rest of the record."""
 
-STDOUT = 1
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+LEVELS = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "SUCCESS": 25, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+"""The levels that TGI's launcher knows. It drops a record of any other."""
 
 _LOGGER_LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL"}
 _OFF = 1000
@@ -35,27 +42,57 @@ def configure_logging(level: str, json_output: bool) -> None:
     Raises:
         ValueError: `level` is not a level.
     """
-    _hold_stdout()
+    _hold_standard_streams()
     logger.remove()
     name = level.upper()
     minimum: str | int = _OFF if name == "OFF" else _LOGGER_LEVELS.get(name, name)
     logger.add(
         _write_json if json_output else _write_text,
         level=minimum,
-        format="{message}",
+        format=_format,
         backtrace=True,
         diagnose=False,  # it would print the values of variables: prompts and answers
     )
     logging.basicConfig(handlers=[_ToLoguru()], level=logging.WARNING, force=True)
 
 
-def _hold_stdout() -> None:
-    """If the program was started without a standard output, keep its number from being given to a socket or a file."""
-    try:
-        os.fstat(STDOUT)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-        os.set_inheritable(STDOUT, True)  # for the agent; dup2 does nothing if open() has returned this very number
+def origin(error: BaseException) -> str:
+    """The type of an exception and where it was raised, for those who may not see its text."""
+    kind = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{kind} in {_place(os.path.basename(frames[-1].filename), frames[-1])}" if frames else kind
+
+
+def _place(file: str, frame: traceback.FrameSummary) -> str:
+    return f"{file}:{frame.lineno} {frame.name}"
+
+
+def _format(record: "Record") -> str:
+    """The template of a record; loguru fills it in."""
+    exception = record["exception"]
+    if exception is None or exception.value is None:
+        return "{message}"
+    if record["level"].no < LEVELS["INFO"]:
+        return "{message}\n{exception}"
+    places = [_place(frame.filename, frame) for frame in traceback.extract_tb(exception.traceback)]
+    record["extra"]["origin"] = "\n".join([*places, type(exception.value).__name__])
+    return "{message}\n{extra[origin]}"
+
+
+def _hold_standard_streams() -> None:
+    """If the program was started without one of them, keep its number from being given to a socket or a file.
+
+    Libraries in C write to number 2 whatever it is.
+    """
+    for number in (STDIN, STDOUT, STDERR):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)  # for the agent
 
 
 def _write_json(message: "Message") -> None:
@@ -66,19 +103,24 @@ def _write_json(message: "Message") -> None:
 
 def _write_text(message: "Message") -> None:
     record = message.record
-    head = f"{record['time']:YYYY-MM-DD HH:mm:ss.SSS} {record['level'].name:<8} "
+    head = f"{record['time']:YYYY-MM-DD HH:mm:ss.SSS} {_known_level(record['level'].no):<8} "
     for text in _pieces(str(message).rstrip()):
         _write_line(head + text)
 
 
 def _facts(record: "Record") -> dict[str, object]:
     return {
-        "level": {"name": record["level"].name, "no": record["level"].no},
+        "level": {"name": _known_level(record["level"].no), "no": record["level"].no},
         "time": record["time"].isoformat(),
         "name": record["name"],
         "line": record["line"],
         "process": record["process"].id,
     }
+
+
+def _known_level(number: int) -> str:
+    """The level that the launcher knows and that is nearest; of two, the graver."""
+    return min(reversed(LEVELS), key=lambda name: abs(LEVELS[name] - number))
 
 
 def _pieces(text: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Continuous batching over the scripted model: batches, slots, waiting, and what is refused."""
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -252,6 +253,18 @@ def test_liveness_probe_of_several_tokens_leaves_nothing_behind(driver: Scripted
         result = driver.generator.prefill(probe)
         assert (len(result.generations), result.batch) == (1, None)
     driver.check_all_slots_free()
+
+
+@pytest.mark.parametrize("truncate", [0, 1, 10])
+def test_liveness_probe_fits_the_shortest_prompts(truncate: int) -> None:
+    """TGI's v2 router truncates it to 10 tokens, whatever the longest prompt is."""
+    limits = Limits(num_slots=2, max_input_tokens=1, max_total_tokens=2)
+    generator = Generator(ScriptedModel(limits), Tokenizer(byte_level_tokenizer()), limits)
+    probe = Request(LIVENESS_ID, "liveness", Stopping(1), truncate=truncate)
+    result = generator.prefill(Batch(LIVENESS_ID, (probe,)))
+    assert (len(result.generations), result.batch) == (1, None)
+    with pytest.raises(EngineError, match="--max-input-tokens 1"):
+        generator.prefill(Batch(1, (replace(probe, id=1, truncate=10),)))
 
 
 def test_one_prefill_may_mix_requests_that_end_and_that_go_on(driver: ScriptedDriver) -> None:

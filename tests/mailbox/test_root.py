@@ -5,11 +5,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.mailbox import peers
 from tests.reference import encode
 from tests.scripted import Faults, arithmetic_id
 from tpu_tgi_server.config import Device, Settings
@@ -30,9 +32,9 @@ from tpu_tgi_server.mailbox.root import RootMailbox
 SCRIPTED = "tests.scripted:load_scripted"
 
 
-def new_mailbox(faults: Faults, steps: list[Progress] | None = None, step_timeout_s: float = 60.0) -> RootMailbox:
-    settings = Settings(
-        json.dumps(asdict(faults)), device=Device.CPU, logger_level="ERROR", step_timeout_s=step_timeout_s
+def new_mailbox(faults: Faults, steps: list[Progress] | None = None, **given: Any) -> RootMailbox:
+    settings = replace(
+        Settings(json.dumps(asdict(faults)), device=Device.CPU, logger_level="ERROR", step_timeout_s=60.0), **given
     )
     seen: list[Progress] = [] if steps is None else steps
     return RootMailbox(settings, seen.append, SCRIPTED)
@@ -201,10 +203,17 @@ async def test_three_deaths_in_a_row_are_the_end() -> None:
         for _ in range(3):
             await until_alive(mailbox)
             await mailbox.prefill(batch(1))
-            with pytest.raises(AgentDiedError, match="the step failed"):
+            with pytest.raises(AgentDiedError):
                 await mailbox.decode((CachedBatch(1, (1,), 0),))
         reason = await asyncio.wait_for(mailbox.failed, 5)
-        assert "the step failed" in reason
+        assert "a step ahead failed: RuntimeError in scripted.py" in reason
+
+
+async def test_failed_step_fails_its_call_with_the_reason() -> None:
+    async with started(new_mailbox(Faults(decode_error="the step failed"), step_ahead=False)) as mailbox:
+        await mailbox.prefill(batch(1))
+        with pytest.raises(AgentDiedError, match=r"Decode failed: RuntimeError in scripted\.py"):
+            await mailbox.decode((CachedBatch(1, (1,), 0),))
         assert not mailbox.is_alive
 
 
@@ -231,6 +240,24 @@ async def test_failure_to_load_says_why() -> None:
         await mailbox.start()
     await mailbox.close()
     assert agents() == []
+
+
+async def test_load_that_is_stuck_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpu_tgi_server.mailbox.process._run_agent", peers.silent)
+    mailbox = new_mailbox(Faults(), load_timeout_s=0.5)
+    with pytest.raises(AgentDiedError, match=r"did not answer within 0\.5 s and was killed"):
+        await mailbox.start()
+    await mailbox.close()
+    assert agents() == []
+
+
+async def test_second_load_that_is_stuck_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(new_mailbox(Faults())) as mailbox:
+        monkeypatch.setattr(mailbox, "_settings", replace(mailbox._settings, load_timeout_s=0.1))
+        agents()[0].kill()
+        reason = await asyncio.wait_for(mailbox.failed, 20)
+        assert "did not answer within 0.1 s" in reason
+        assert "3 agents have died in a row" in reason
 
 
 async def test_close_ends_a_busy_agent() -> None:

@@ -1,11 +1,13 @@
 """The life of the server's processes: real processes, real signals, and nothing left behind."""
 
+import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from tests.driver import Driver, new_request
 from tests.scripted import Faults
 from tests.servers import (
+    START_TIMEOUT_S,
     ServerProcess,
     ready_server,
     start_model_server,
@@ -24,6 +27,7 @@ from tests.servers import (
     wait_for,
 )
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
+from tpu_tgi_server.service.lifecycle import clear_way
 
 LONG_S = 60.0
 
@@ -97,7 +101,7 @@ def test_agents_that_die_one_after_the_other_end_the_server_with_the_reason(tmp_
         for number in range(1, 4):
             error = error_of(call, timeout_s=10)
             assert error.code() is grpc.StatusCode.UNAVAILABLE
-            assert error.details() == "RuntimeError: the device is on fire"
+            assert re.fullmatch(r"Decode failed: RuntimeError in scripted\.py:\d+ on_step", error.details())
             if number < 3:
                 wait_for(lambda: server.log.read_text().count("loaded again") == number, 60, "another agent")  # noqa: B023
                 call = stub.Decode.future(pb.DecodeRequest(batches=[prefill_one(stub)]))
@@ -105,8 +109,10 @@ def test_agents_that_die_one_after_the_other_end_the_server_with_the_reason(tmp_
         assert_health_fails(stub)
         assert not server.socket.exists()
         records = server.records()
-        tracebacks = [record for record in records if "Traceback" in record["text"]]
+        tracebacks = [record for record in records if "\nRuntimeError" in record["text"]]
         assert [record["record"]["level"]["name"] for record in tracebacks] == ["ERROR"] * 3
+        assert all("scripted.py" in record["text"] for record in tracebacks)
+        assert "the device is on fire" not in server.log.read_text() + server.errors.read_text()
         assert "3 agents have died in a row" in records[-1]["text"]
 
 
@@ -263,11 +269,38 @@ def test_loading_failure_is_one_clear_line(tmp_path: Path) -> None:
         assert server.errors.read_text() == ""
 
 
+def test_agent_that_is_killed_while_it_loads_ends_the_start_with_the_reason(tmp_path: Path) -> None:
+    with start_scripted_server(tmp_path, Faults(load_s=LONG_S)) as server:
+        server.wait_for_log("loading: script")
+        server.agent().kill()
+        assert server.wait_until_gone(10) == 1
+        assert server.records()[-1]["text"] == "could not start: the agent was ended by signal 9"
+        assert server.errors.read_text() == ""
+        assert not server.socket.exists()
+
+
+def test_sigterm_while_the_model_is_loaded_again(tmp_path: Path) -> None:
+    with start_scripted_server(tmp_path, Faults(load_s=3.0)) as server:
+        server.wait_for_socket()
+        server.agent().kill()
+        server.wait_for_log("loading the model again")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone(10) == 0
+        assert not server.socket.exists()
+        assert server.errors.read_text() == ""
+
+
+def test_stopped_agent_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with decoding(tmp_path, Faults(decode_s=LONG_S)) as (server, _, call):
+        server.agent().suspend()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone(10) == 0
+        assert error_of(call, timeout_s=1).code() is grpc.StatusCode.UNAVAILABLE
+        assert server.errors.read_text() == ""
+
+
 def test_stale_socket_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "uds-0"
-    with socket.socket(socket.AF_UNIX) as leftover:
-        leftover.bind(str(path))
-    assert path.is_socket()
+    stale_socket(tmp_path)
     with ready_server(start_scripted_server(tmp_path, Faults(load_s=0.5))) as server:
         wait_for(lambda: "serving on" in server.log.read_text(), 60, "the server")
         with server.connect() as stub:
@@ -303,6 +336,91 @@ def test_path_that_cannot_be_listened_on_is_one_clear_line(tmp_path: Path) -> No
     with start_server(tmp_path, ["-m", "tests.scripted_server", "/proc/uds", "{}"]) as server:
         assert server.wait_until_gone(60) == 1
         assert "cannot listen on /proc/uds-0" in server.log.read_text() + server.errors.read_text()
+
+
+def test_server_started_without_standard_streams_serves_and_keeps_their_numbers_free(tmp_path: Path) -> None:
+    """Or libraries that write to them would write into the connection to the agent."""
+    code = "import os, sys; [os.close(n) for n in (0, 1, 2)]; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = ["-c", code, "-m", "tests.scripted_server", str(tmp_path / "uds"), "{}"]
+    with start_server(tmp_path, command) as server:
+        wait_for(server.socket.exists, START_TIMEOUT_S, "the socket")
+        with server.connect() as stub:
+            prefill_one(stub)
+        for process in (server.pid, server.agent().pid):
+            assert {os.readlink(f"/proc/{process}/fd/{number}") for number in (0, 1, 2)} == {"/dev/null"}
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone(10) == 0
+
+
+def test_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file is not a folder: choose another --uds-path"):
+        clear_way(tmp_path / "file" / "uds-0")
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), PermissionError(1, "Not permitted")])
+@pytest.mark.parametrize("call", ["os.stat", "socket.socket.connect", "os.unlink"])
+def test_socket_of_another_user_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: OSError
+) -> None:
+    """Root may do everything, so the operating system's refusal is played."""
+    path = stale_socket(tmp_path)
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call, refuse)
+        with pytest.raises(ValueError, match="choose another --uds-path") as refusal:
+            clear_way(path)
+    assert str(error.strerror) in str(refusal.value)
+    assert path.is_socket()
+
+
+def test_folder_without_permission_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: choose another --uds-path"):
+        clear_way(tmp_path / "uds-0")
+
+
+def test_socket_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "uds-0"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        with pytest.raises(ValueError, match="choose another --uds-path"):
+            clear_way(path)
+    assert path.is_socket()
+
+
+def test_listener_that_accepts_nobody_is_a_server_too(tmp_path: Path) -> None:
+    path = tmp_path / "uds-0"
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as callers:
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(5):
+            caller = callers.enter_context(socket.socket(socket.AF_UNIX))
+            caller.setblocking(False)
+            with suppress(BlockingIOError):
+                caller.connect(str(path))
+        with pytest.raises(ValueError, match="another server is listening"):
+            clear_way(path)
+    assert path.is_socket()
+
+
+def test_leftover_socket_is_removed(tmp_path: Path) -> None:
+    path = stale_socket(tmp_path)
+    clear_way(path)
+    assert not path.exists()
+    clear_way(path)
+
+
+def stale_socket(folder: Path) -> Path:
+    """The file of a socket whose server is gone."""
+    path = folder / "uds-0"
+    with socket.socket(socket.AF_UNIX) as leftover:
+        leftover.bind(str(path))
+    assert path.is_socket()
+    return path
 
 
 def test_root_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:

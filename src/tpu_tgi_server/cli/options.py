@@ -83,7 +83,11 @@ CompilationCache = Annotated[
 ]
 StepTimeout = Annotated[
     float | None,
-    _setting("step_timeout_s", "Seconds that one step may take before the server counts as hung and ends."),
+    _setting("step_timeout_s", "Seconds that one step may take before its process counts as hung and is replaced."),
+]
+LoadTimeout = Annotated[
+    float | None,
+    _setting("load_timeout_s", "Seconds that one stage of loading the model, or one file of it, may take."),
 ]
 WatermarkGamma = Annotated[
     float | None, _setting("watermark_gamma", "Watermark: the share of the vocabulary that is favoured.")

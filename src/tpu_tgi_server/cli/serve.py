@@ -32,6 +32,7 @@ def serve(
     skip_warmup: options.SkipWarmup = None,
     compilation_cache: options.CompilationCache = None,
     step_timeout: options.StepTimeout = None,
+    load_timeout: options.LoadTimeout = None,
     watermark_gamma: options.WatermarkGamma = None,
     watermark_delta: options.WatermarkDelta = None,
     logger_level: options.LoggerLevel = None,
@@ -65,6 +66,7 @@ def serve(
             skip_warmup=skip_warmup,
             compilation_cache=compilation_cache,
             step_timeout_s=step_timeout,
+            load_timeout_s=load_timeout,
             watermark_gamma=watermark_gamma,
             watermark_delta=watermark_delta,
             logger_level=logger_level,
@@ -117,6 +119,6 @@ def run_server(settings: Settings) -> int:
     is_terminal = os.isatty(STDOUT) and not settings.json_output
     try:
         return asyncio.run(serve_until_stopped(settings, progress_display(is_terminal)))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         logger.error("{}", error)
         return 1

@@ -51,6 +51,7 @@ async def generate(prompts: list[str], socket_path: Path, max_new_tokens: int, c
 
     Raises:
         ClientError: no server is there, it refused a prompt, or it died.
+        OSError: standard output takes no more.
     """
     if not socket_path.exists():
         raise ClientError(f"no server at {socket_path}: start one with tpu-tgi-serve, or give --uds-path")
@@ -67,7 +68,7 @@ async def generate(prompts: list[str], socket_path: Path, max_new_tokens: int, c
                 # or an answer that cannot be shown any more would keep its slot for ever
                 with suppress(grpc.aio.AioRpcError):
                     await stub.ClearCache(pb.ClearCacheRequest(id=batch.id))
-            print(figures)
+            print(figures, flush=True)
         except grpc.aio.AioRpcError as error:
             raise ClientError(error.details()) from error
 
@@ -126,7 +127,10 @@ async def _apply_chat_template(stub: Any, prompts: list[str]) -> list[str]:
     os.environ["USE_TORCH_XLA"] = "0"  # or importing transformers imports torch_xla too
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ClientError(f"the model's tokenizer cannot be read: {error}: use --raw") from error
     if tokenizer.chat_template is None:
         raise ClientError(f"{folder} has no chat template: use --raw")
     return [

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import wait
+from dataclasses import replace
 
 from tpu_tgi_server.engine.grammar import GrammarCompiler, GrammarState
 from tpu_tgi_server.engine.sequence import Sequence
@@ -42,6 +43,10 @@ class Admission:
             EngineError: INVALID, naming the request and the field.
         """
         check_batch(batch, live_request_ids)
+        if batch.is_liveness_probe:  # the v2 router truncates it to 10 tokens, whatever the longest prompt is
+            (probe,) = batch.requests
+            truncate = min(probe.truncate or self._limits.max_input_tokens, self._limits.max_input_tokens)
+            return [self._admit(replace(probe, truncate=truncate))]
         return [self._admit(request) for request in batch.requests]
 
     def _admit(self, request: Request) -> Sequence:

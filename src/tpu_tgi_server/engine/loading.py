@@ -24,7 +24,8 @@ STAGES = ("files", "tokenizer", "weights", "cache")
 def load_generator(
     settings: Settings, runtime: Runtime, on_stage: Callable[[str, int, int], None]
 ) -> tuple[Generator, ModelInfo]:
-    """Load everything. `on_stage` is called as each of STAGES ends, with its name, its number, and how many there are.
+    """Load everything. `on_stage` is called as each of STAGES ends, with its name, its number, and how many there are,
+    and before the first in the same way for each file that is fetched from the hub.
 
     Raises:
         OSError: files are missing or cannot be fetched.
@@ -34,7 +35,7 @@ def load_generator(
     def done(stage: str) -> None:
         on_stage(stage, STAGES.index(stage) + 1, len(STAGES))
 
-    files = find_model_files(settings)
+    files = find_model_files(settings, on_stage)
     config = loading.load_config(files.folder, settings.trust_remote_code)
     limits = resolve_limits(settings, config)
     done("files")

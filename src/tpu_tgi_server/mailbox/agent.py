@@ -10,16 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from loguru import logger
 
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.types import EngineError, ModelInfo
-from tpu_tgi_server.logs import configure_logging
+from tpu_tgi_server.logs import configure_logging, origin
 from tpu_tgi_server.mailbox.messages import (
     Broken,
     Clear,
@@ -48,6 +50,7 @@ PREPARE_WAIT_S = 0.002
 """Most grammars compile within this, and a Decode hardly notices it."""
 
 OnStage = Callable[[str, int, int], None]
+ResultT = TypeVar("ResultT")
 Loader = Callable[[Settings, Runtime, OnStage], tuple[Generator, ModelInfo]]
 """Loads a model on a runtime. It is named by a "module:function" string, so that the root need not import it."""
 
@@ -64,9 +67,12 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     except BrokenPipeError:
         sys.exit(1)  # the root is gone
     except Exception as error:
-        expected = isinstance(error, OSError | ValueError)
-        logger.opt(exception=True).log("DEBUG" if expected else "ERROR", "agent failed")
-        connection.send(Broken(f"{error}" if expected else f"{type(error).__name__}: {error}"))
+        is_expected = isinstance(error, OSError | ValueError)
+        if not is_expected:
+            logger.exception("the model could not be loaded")
+        logger.opt(exception=True).debug("the model could not be loaded")
+        with suppress(BrokenPipeError):
+            connection.send(Broken(f"{error}" if is_expected else f"{type(error).__name__}: {error}"))
         sys.exit(1)
 
 
@@ -90,9 +96,29 @@ def _run_agent(
     logger.debug("agent {} is ready", rank)
     connection.send(Ready(info))
     while (command := commands.get()) is not None:
-        connection.send(_execute(generator, command, on_graph))
+        _send(connection, _or_broken(type(command).__name__, partial(_execute, generator, command, on_graph)))
         if settings.step_ahead and commands.empty():
-            generator.step_ahead()
+            _send(connection, _or_broken("a step ahead", generator.step_ahead))
+
+
+def _send(connection: Connection, reply: Reply | None) -> None:
+    """Send what there is to say, and exit if it was the last."""
+    if reply is not None:
+        connection.send(reply)
+    if isinstance(reply, Broken):
+        sys.exit(1)
+
+
+def _or_broken(name: str, action: Callable[[], ResultT]) -> ResultT | Broken:
+    """What the action returns. A failure while requests are served may quote them, so it is told without its text."""
+    try:
+        return action()
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        logger.exception("{} failed", name)
+        logger.opt(exception=True).debug("{} failed", name)
+        return Broken(f"{name} failed: {origin(error)}")
 
 
 def _execute(generator: Generator, command: Command, on_graph: OnGraph) -> Reply:

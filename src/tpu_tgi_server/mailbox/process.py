@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Never
 
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.mailbox.messages import Broken, Command, Progress, Reply
@@ -39,6 +40,7 @@ class AgentProcess:
         agent_end.close()  # or its end would never read as closed
         self._timeout_s = settings.step_timeout_s
         self._waiting = threading.Lock()
+        self._last_words: str | None = None
         self._limit_blocking()
 
     @property
@@ -50,8 +52,8 @@ class AgentProcess:
         """A file descriptor that becomes readable when the process ends."""
         return self._process.sentinel
 
-    def request(self, command: Command, timeout_s: float | None) -> Reply:
-        """Send a command and wait for its reply. Blocks.
+    def request(self, command: Command, timeout_s: float) -> Reply:
+        """Send a command and wait for its reply. Blocks. The deadline counts anew from each progress report.
 
         Raises:
             AgentDiedError: the agent died, said that it is broken, or did not answer in time and was killed.
@@ -59,26 +61,32 @@ class AgentProcess:
         try:
             self._connection.send(command)
         except BlockingIOError as error:
-            raise self._overdue() from error
+            raise self._overdue(self._timeout_s) from error
         except OSError as error:
             raise AgentDiedError(self._epitaph()) from error
         return self.receive(timeout_s)
 
-    def receive(self, timeout_s: float | None) -> Reply:
+    def receive(self, timeout_s: float) -> Reply:
         """Wait for the next reply, passing progress on. Blocks; raises as `request` does."""
         try:
             while self._connection.poll(timeout_s):
                 message: Reply | Progress = self._connection.recv()
                 if isinstance(message, Broken):
+                    self._last_words = message.reason
                     raise AgentDiedError(message.reason)
                 if not isinstance(message, Progress):
                     return message
                 self._on_progress(message)
         except BlockingIOError as error:
-            raise self._overdue() from error
+            raise self._overdue(self._timeout_s) from error
         except (EOFError, OSError) as error:
             raise AgentDiedError(self._epitaph()) from error
-        raise self._overdue()
+        raise self._overdue(timeout_s)
+
+    def listen_to_the_end(self) -> Never:
+        """Find out why an agent has ended that nobody was talking to. Raises as `request` does."""
+        while True:
+            self.receive(0)
 
     def stop(self) -> None:
         """End the process: ask, then SIGTERM, then SIGKILL. Blocks for at most three times STOP_GRACE_S."""
@@ -95,10 +103,10 @@ class AgentProcess:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 end.setsockopt(socket.SOL_SOCKET, option, timeval)
 
-    def _overdue(self) -> AgentDiedError:
+    def _overdue(self, timeout_s: float) -> AgentDiedError:
         """The end of an agent that has kept the root waiting for too long."""
         self._process.kill()
-        return AgentDiedError(f"the agent did not answer within {self._timeout_s:g} s and was killed")
+        return AgentDiedError(f"the agent did not answer within {timeout_s:g} s and was killed")
 
     def _hang_up(self) -> None:
         """Let the agent read an end of file. Closing would pull the descriptor from under a thread that waits on it."""
@@ -112,6 +120,8 @@ class AgentProcess:
             return self._process.exitcode
 
     def _epitaph(self) -> str:
+        if self._last_words is not None:
+            return self._last_words
         code = self._wait_for_status()
         if code is None:
             return "the agent closed its connection"

@@ -73,10 +73,10 @@ class RootMailbox:
         """Spawn the first agent and wait until its model is loaded.
 
         Raises:
-            AgentDiedError: it could not load; the message says why. It is not tried again.
+            AgentDiedError: it could not load, or got stuck; the message says why. It is not tried again.
         """
         self._agent = AgentProcess(self._settings, self._loader, self._on_progress)
-        ready = await self._in_thread(self._agent.receive, None)
+        ready = await self._in_thread(self._agent.receive, self._settings.load_timeout_s)
         assert isinstance(ready, Ready)
         self._begin(self._agent)
         return ready.info
@@ -117,8 +117,12 @@ class RootMailbox:
 
     async def warm_up(self) -> None:
         """See `Generator.warm_up`. The deadline counts from one compiled graph to the next."""
-        await self._call(Done, WarmUp())
-        self._is_warm = True
+        self._is_warm = True  # before the call, whose caller may go away while the agent warms up all the same
+        try:
+            await self._call(Done, WarmUp())
+        except Exception:
+            self._is_warm = False
+            raise
 
     async def close(self) -> None:
         """End the agent, however busy it is. Calls in flight raise AgentDiedError."""
@@ -153,10 +157,10 @@ class RootMailbox:
     def _begin(self, agent: AgentProcess) -> None:
         """Let a loaded agent take commands, and watch over it also while there are none."""
         self._is_ready = True
-        self._loop.add_reader(agent.sentinel, self._on_death, agent, "the agent's process ended")
+        self._loop.add_reader(agent.sentinel, self._on_death, agent)
 
-    def _on_death(self, agent: AgentProcess, reason: str) -> None:
-        """Called for a death as often as it is noticed; acts once."""
+    def _on_death(self, agent: AgentProcess, reason: str | None = None) -> None:
+        """Called for a death as often as it is noticed; acts once. The reason is known to whoever was in a call."""
         if agent is not self._agent or not self._is_ready:
             return
         self._is_ready = False
@@ -172,10 +176,15 @@ class RootMailbox:
         if error is not None:
             self.failed.set_result(f"the model cannot be loaded again: {type(error).__name__}: {error}")
 
-    async def _replace(self, reason: str) -> None:
+    async def _replace(self, reason: str | None) -> None:
         """Load agents until one is ready, or until MAX_DEATHS have died."""
+        assert self._agent is not None
+        if reason is None:
+            try:
+                await self._in_thread(self._agent.listen_to_the_end)
+            except AgentDiedError as error:
+                reason = str(error)
         while True:
-            assert self._agent is not None
             await asyncio.to_thread(self._agent.stop)
             self._num_deaths += 1
             if self._num_deaths >= MAX_DEATHS:
@@ -184,7 +193,7 @@ class RootMailbox:
             logger.error("{}; loading the model again", reason)
             self._agent = AgentProcess(self._settings, self._loader, self._on_progress)
             try:
-                await self._in_thread(self._agent.receive, None)
+                await self._in_thread(self._agent.receive, self._settings.load_timeout_s)
                 if self._is_warm:
                     reply = await self._in_thread(self._agent.request, WarmUp(), self._settings.step_timeout_s)
                     if isinstance(reply, Refused):

@@ -1,7 +1,7 @@
 """Messages of the protocol to the engine's dataclasses, and back.
 
 Both versions name their messages and fields alike, so one `Converter` serves each with the module generated for it.
-What only v3 has is in `servicer_v3.py`.
+What only v3 has is in `v3.py`.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,6 @@ from tpu_tgi_server.engine.types import (
     Stopping,
     Tokens,
 )
-
-MAX_RESPONSE_BYTES = 4 * 2**20
-"""TGI's routers refuse larger responses (the default of their gRPC library)."""
 
 Message = Any
 """A protobuf message of either version."""

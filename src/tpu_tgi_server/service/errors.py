@@ -7,6 +7,7 @@ import grpc
 from loguru import logger
 
 from tpu_tgi_server.engine.types import EngineError, ErrorKind
+from tpu_tgi_server.logs import origin
 from tpu_tgi_server.mailbox.process import AgentDiedError
 
 STATUS = {
@@ -27,3 +28,7 @@ async def grpc_errors(context: "grpc.aio.ServicerContext[object, object]") -> As
     except AgentDiedError as error:
         logger.error("call failed: {}", error)
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+    except Exception as error:  # gRPC would log its text, which may quote a prompt
+        logger.exception("call failed")
+        logger.opt(exception=True).debug("call failed")
+        await context.abort(grpc.StatusCode.INTERNAL, f"the server failed: {origin(error)}")

@@ -4,6 +4,7 @@ The socket is the readiness signal: TGI's launcher waits for its path to exist a
 """
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -32,7 +33,7 @@ LAST_WORDS_S = 1.0
 async def serve(settings: Settings, on_progress: Callable[[Progress], None], loader: str = DEFAULT_LOADER) -> int:
     """Run until SIGTERM, SIGINT or SIGHUP (status 0) or until the agent dies (status 1)."""
     stop = _stop_on_signals()
-    check_socket_is_free(settings.socket_path)
+    clear_way(settings.socket_path)
     mailbox = RootMailbox(settings, on_progress, loader)
     try:
         starting = asyncio.create_task(mailbox.start())
@@ -62,8 +63,7 @@ async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox
         version.add_to_server(version.make_servicer(shard), server)
     names = (version.pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name for version in (v2, v3))
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-    check_socket_is_free(settings.socket_path)  # another server may have come while this one was loading
-    settings.socket_path.unlink(missing_ok=True)
+    clear_way(settings.socket_path)  # another server may have come while this one was loading
     try:
         server.add_insecure_port(f"unix:{settings.socket_path}")
     except RuntimeError as error:
@@ -78,29 +78,47 @@ async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox
         return 1
     finally:
         stopping = asyncio.create_task(server.stop(LAST_WORDS_S))
-        settings.socket_path.unlink(missing_ok=True)
+        with suppress(OSError):  # whatever has happened to its folder meanwhile
+            settings.socket_path.unlink()
         await mailbox.close()
         await stopping
 
 
-def check_socket_is_free(path: Path) -> None:
-    """A socket file that nobody answers is a leftover and will be replaced.
+def clear_way(path: Path) -> None:
+    """Remove a socket file that nobody answers: it is a leftover.
 
     Raises:
-        ValueError: another server listens on it, something that is no socket is in the way, or its folder is missing.
+        ValueError: another server listens on it, something that is no socket is in the way, or its folder cannot be
+            used. The message says what to do.
     """
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is not a folder: choose another --uds-path")
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise ValueError(f"{path} exists and is not a socket: choose another --uds-path")
-    with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError, FileNotFoundError):
+    advice = "choose another --uds-path"
+    try:
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is not a folder: {advice}")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ValueError(f"{path.parent} cannot be written to: {advice}")
+        if not path.exists():
+            return
+        if not path.is_socket():
+            raise ValueError(f"{path} exists and is not a socket: {advice}")
+        if _is_answered(path):
+            raise ValueError(f"another server is listening on {path}: {advice}")
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be used ({error.strerror}): {advice}") from error
+
+
+def _is_answered(path: Path) -> bool:
+    """Whether a process listens on a socket, be it busy."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # or a listener that accepts nobody would hold this server up
         try:
             probe.connect(str(path))
-        except PermissionError as error:
-            raise ValueError(f"{path} belongs to another user: choose another --uds-path") from error
-        raise ValueError(f"another server is listening on {path}: choose another --uds-path")
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except BlockingIOError:  # its queue is full
+            return True
+    return True
 
 
 def _stop_on_signals() -> "asyncio.Future[None]":

@@ -67,9 +67,9 @@ class Servicer:
     async def Prefill(self, request: Message, context: Context) -> Message:
         async with grpc_errors(context):
             result = await self._shard.prefill(self._convert.batch(request.batch))
-        return self._convert.prefill_response(result)
+            return self._convert.prefill_response(result)
 
     async def Decode(self, request: Message, context: Context) -> Message:
         async with grpc_errors(context):
             result = await self._shard.decode(tuple(map(self._convert.cached_batch, request.batches)))
-        return self._convert.decode_response(result)
+            return self._convert.decode_response(result)

@@ -11,6 +11,9 @@ from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, ErrorKi
 from tpu_tgi_server.mailbox.process import AgentDiedError
 from tpu_tgi_server.mailbox.root import RootMailbox
 
+IDLE_PAUSE_S = 0.005
+"""How long the answer to a Decode waits in which nothing has happened."""
+
 
 class Shard:
     """Owns nothing but the road to the mailbox: rules that hold for every version of the protocol."""
@@ -39,7 +42,7 @@ class Shard:
 
     async def decode(self, batches: tuple[CachedBatch, ...]) -> StepResult:
         """One token more. If the caller goes away meanwhile, its batches are cleared."""
-        return await self._or_clear(self._mailbox.decode(batches), [batch.id for batch in batches])
+        return await self._or_clear(self._decode_or_pause(batches), [batch.id for batch in batches])
 
     async def filter(self, batch_id: int, request_ids: tuple[int, ...]) -> CachedBatch | None:
         """Keep only some requests of a batch."""
@@ -74,6 +77,17 @@ class Shard:
         if not self._settings.skip_warmup:
             await self._mailbox.warm_up()
         return limits.num_cached_tokens
+
+    async def _decode_or_pause(self, batches: tuple[CachedBatch, ...]) -> StepResult:
+        """A batch whose requests all wait for slots that other batches hold has nothing to do.
+
+        Its client may ask again at once, and server and client would keep two cores busy with that. So the answer waits
+        a moment; other calls do not.
+        """
+        result = await self._mailbox.decode(batches)
+        if not result.generations and result.batch is not None:
+            await asyncio.sleep(IDLE_PAUSE_S)
+        return result
 
     async def _or_clear(self, step: Coroutine[Any, Any, StepResult], batch_ids: list[int]) -> StepResult:
         task = asyncio.ensure_future(step)
