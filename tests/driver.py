@@ -174,6 +174,11 @@ def take_generation(answer: Answer, generation: pb.Generation) -> None:
         assert answer.end.generated_tokens == len(answer.ids) > 0
 
 
+def batch_of(batch: pb.CachedBatch | None) -> pb.CachedBatch:
+    assert batch is not None
+    return batch
+
+
 def check_cached_batch(batch: pb.CachedBatch, batch_id: int, allowed_ids: Iterable[int]) -> None:
     """Fail unless the batch is one that a router can go on with."""
     assert batch.id == batch_id

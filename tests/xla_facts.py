@@ -11,7 +11,7 @@ import random
 import sys
 from dataclasses import asdict, dataclass
 
-from tests.driver import Driver, GeneratorStub, new_request
+from tests.driver import Driver, GeneratorStub, batch_of, new_request
 from tests.parameters import random_request
 from tests.reference import prompt_of_len
 from tpu_tgi_server.config import Device, Settings
@@ -27,6 +27,16 @@ MAX_INPUT_TOKENS = 32
 
 
 @dataclass
+class StepFacts:
+    """What one decode step did."""
+
+    num_executions: int
+    num_uploads: int
+    num_downloads: int
+    num_host_operators: int
+
+
+@dataclass
 class Facts:
     """What one process has counted."""
 
@@ -36,6 +46,9 @@ class Facts:
     num_aliased_buffers: int
     num_compiled_by_requests: int
     num_compiled_by_second_warm_up: int
+    greedy_step: StepFacts
+    sampled_step: StepFacts
+    masked_step: StepFacts
 
 
 def aliased_buffers() -> int:
@@ -44,6 +57,26 @@ def aliased_buffers() -> int:
 
     data = metrics.metric_data("InputOutputAliasCount")
     return 0 if data is None else int(data[1])
+
+
+def step_facts(generator: Generator, *requests: pb.Request) -> StepFacts:
+    """Those of the second decode of these requests."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    def counts() -> list[int]:
+        xm.wait_device_ops()
+        names = ("ExecuteTime", "TransferToDeviceTime", "TransferFromDeviceTime")
+        data = [metrics.metric_data(name) for name in names]
+        return [int(samples[0]) if samples else 0 for samples in data]
+
+    driver = Driver(GeneratorStub(generator))
+    running = driver.decode(batch_of(driver.prefill(1, *requests)))
+    before = counts()
+    running = driver.decode(batch_of(running))
+    executions, uploads, downloads = (after - before for before, after in zip(before, counts(), strict=True))
+    driver.clear()
+    return StepFacts(executions, uploads, downloads, len(metrics.executed_fallback_ops()))
 
 
 def collect(runtime: Runtime, folder: str, num_slots: int, num_requests: int) -> Facts:
@@ -72,6 +105,12 @@ def collect(runtime: Runtime, folder: str, num_slots: int, num_requests: int) ->
         num_aliased_buffers=num_aliased,
         num_compiled_by_requests=requests,
         num_compiled_by_second_warm_up=second,
+        greedy_step=step_facts(generator, new_request(1, "a")),
+        sampled_step=step_facts(generator, new_request(1, "a", parameters={"temperature": 0.5, "seed": 1})),
+        masked_step=step_facts(
+            generator,
+            new_request(1, "a", parameters={"grammar": "[a-z]{50}", "grammar_type": pb.GRAMMAR_TYPE_REGEX}),
+        ),
     )
 
 

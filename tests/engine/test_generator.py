@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.driver import new_request
+from tests.driver import batch_of, new_request
 from tests.engine.scripted_driver import MAX_TOTAL_TOKENS, NUM_SLOTS, ScriptedDriver
 from tests.scripted import ScriptedModel
 from tests.tiny_model import byte_level_tokenizer
@@ -33,11 +33,6 @@ from tpu_tgi_server.pb.v2 import generate_pb2 as pb
 @pytest.fixture
 def driver() -> ScriptedDriver:
     return ScriptedDriver()
-
-
-def batch_of(batch: pb.CachedBatch | None) -> pb.CachedBatch:
-    assert batch is not None
-    return batch
 
 
 def test_answer_follows_the_script_with_its_logprobs(driver: ScriptedDriver) -> None:

@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.servers import ROOT
 from tests.tiny_model import NUM_LAYERS
-from tests.xla_facts import Facts
+from tests.xla_facts import Facts, StepFacts
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,9 @@ def collect_in_process(folder: Path, num_slots: int, num_requests: int) -> Facts
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    return Facts(**json.loads(done.stdout.splitlines()[-1]))
+    found = json.loads(done.stdout.splitlines()[-1])
+    steps: dict[str, Any] = {name: StepFacts(**found.pop(name)) for name in list(found) if name.endswith("_step")}
+    return Facts(**found, **steps)
 
 
 def test_loading_compiles_nothing(facts: dict[int, Facts]) -> None:
@@ -53,3 +56,11 @@ def test_every_graph_updates_the_whole_cache_in_place(facts: dict[int, Facts]) -
         greedy = fact.num_graphs // 2 * 2 * NUM_LAYERS
         sampled = fact.num_graphs // 2 * (2 * NUM_LAYERS + 1)
         assert fact.num_aliased_buffers == greedy + sampled
+
+
+def test_a_decode_step_is_one_execution_with_few_transfers(facts: dict[int, Facts]) -> None:
+    """Tokens, sampler and, with a grammar, masks go up; one vector comes down; no operator runs on the host."""
+    for fact in facts.values():
+        assert fact.greedy_step == StepFacts(1, 1, 1, 0)
+        assert fact.sampled_step == StepFacts(1, 1, 1, 0)
+        assert fact.masked_step == StepFacts(1, 2, 1, 0)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tpu_tgi_server.model.interface import NextTokens, PromptChunk, SamplerInputs
 
-SAMPLER_FIELDS = (
-    "is_stepped",
+CHOICE_FIELDS = (
     "is_sampled",
     "temperature",
     "top_k",
@@ -23,6 +22,8 @@ SAMPLER_FIELDS = (
     "frequency_penalty",
     "uniform",
 )
+STATE_FIELDS = ("token_id", "slot_len", "is_from_host")
+SAMPLER_FIELDS = ("is_stepped", *CHOICE_FIELDS, *STATE_FIELDS)
 NUM_TOKEN_FIELDS = 6
 NUM_SLOT_FIELDS = 2
 
@@ -86,9 +87,21 @@ def unpack_chunks(packed: Tensor, num_slots: int) -> ChunkTensors:
     return ChunkTensors(*of_tokens, *of_slots)
 
 
-def pack_sampler(inputs: SamplerInputs) -> NDArray[np.float32]:
-    """float32 [9, B], the rows in the order of SAMPLER_FIELDS; integers below 2**24 are exact."""
-    return np.stack([getattr(inputs, name).astype(np.float32) for name in SAMPLER_FIELDS])
+def pack_sampler(inputs: SamplerInputs, state: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
+    """The sampler's inputs, and in the same transfer the state of a decode step that the host knows.
+
+    Args:
+        state: int32 [2, B], last token and length of each slot; None where the device has them, or nothing needs them.
+
+    Returns:
+        float32 [12, B], the rows in the order of SAMPLER_FIELDS; integers below 2**24 are exact.
+    """
+    rows = [inputs.is_stepped, *(getattr(inputs, name) for name in CHOICE_FIELDS)]
+    of_state = np.zeros((len(STATE_FIELDS), len(inputs.is_stepped)), np.float32)
+    if state is not None:
+        of_state[:2] = state
+        of_state[2] = 1
+    return np.concatenate([np.stack(rows).astype(np.float32), of_state])
 
 
 def unpack_sampler(packed: Tensor) -> dict[str, Tensor]:

@@ -54,6 +54,7 @@ class ModelRunner:
         self._prefill_buckets = buckets.prefill_buckets(limits.max_row_tokens)
         self._chunk_buckets = buckets.chunk_buckets(self._prefill_buckets[-1], *sizes[1:])
         self._decode_buckets = buckets.decode_buckets(limits.max_total_tokens)
+        self._no_state = self._to_device(np.zeros((2, steps.num_slots), np.int32))
         self._neutral_masks = self._to_device(neutral_masks(steps.num_slots, steps.vocab_size))
         with_history = [*steps.cache_tensors, *steps.history_tensors]
         self._prefill = runtime.prepare(steps.prefill, steps.cache_tensors)
@@ -85,16 +86,18 @@ class ModelRunner:
         max_slot_len: int,
         samplers: Sequence[SamplerInputs | None],
     ) -> ReadTokens:
-        state = self._to_device(np.stack([token_ids, slot_lens]))
+        host_state = np.stack([token_ids, slot_lens])
+        state: Tensor | None = None
         results: list[tuple[Tensor, Stages | None]] = []
         for context_len, sampler in enumerate(samplers, start=max_slot_len + 1):
             padded_len = self._padded(min(context_len, self._max_total_tokens), self._decode_buckets)
             stages = None
             if sampler is None:
-                result, state = self._decode(state, padded_len)
+                result, state = self._decode(self._to_device(host_state) if state is None else state, padded_len)
             else:
-                fields, masks, stages = self._sampler_arguments(sampler)
-                result, state = self._decode_sampled(state, padded_len, fields, masks, stages)
+                fields, masks, stages = self._sampler_arguments(sampler, host_state if state is None else None)
+                known_state = self._no_state if state is None else state
+                result, state = self._decode_sampled(known_state, padded_len, fields, masks, stages)
             results.append((result, stages))
         return lambda: [self._read(result, stages, {}) for result, stages in results]
 
@@ -125,11 +128,13 @@ class ModelRunner:
         bucket = buckets.smallest_bucket(sizes, size)
         return bucket if self._runtime.is_compiled else size
 
-    def _sampler_arguments(self, sampler: SamplerInputs) -> tuple[Tensor, Tensor, Stages]:
+    def _sampler_arguments(
+        self, sampler: SamplerInputs, host_state: NDArray[np.int32] | None = None
+    ) -> tuple[Tensor, Tensor, Stages]:
         stages = ALL_STAGES if self._runtime.is_compiled else needed_stages(sampler)
         masks = pack_masks(sampler, self._num_slots, self._vocab_size)
         masks_on_device = self._neutral_masks if masks is None else self._to_device(masks)
-        return self._to_device(pack_sampler(sampler)), masks_on_device, stages
+        return self._to_device(pack_sampler(sampler, host_state)), masks_on_device, stages
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return self._runtime.to_device(torch.from_numpy(array))

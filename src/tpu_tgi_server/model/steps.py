@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tpu_tgi_server.model.attention import DecodeStep, PrefillStep
 from tpu_tgi_server.model.cache import StaticCacheXla
 from tpu_tgi_server.model.chunk_attention import ChunkStep
-from tpu_tgi_server.model.packing import ChunkTensors, unpack_chunks, unpack_sampler
+from tpu_tgi_server.model.packing import CHOICE_FIELDS, ChunkTensors, unpack_chunks, unpack_sampler
 from tpu_tgi_server.model.sampling import SamplerTensors, Stages, choose, choose_greedily, prompt_logprobs
 
 
@@ -59,13 +59,13 @@ class DeviceSteps:
 
         Args:
             packed, context_len: as for `prefill`.
-            sampler: float32 [9, B], see `pack_sampler`.
+            sampler: float32 [12, B], see `pack_sampler`.
             masks: int32 [2, B, ceil(V / 32)], allowed and favoured tokens.
             stages: what may be left out.
         """
         chunks = unpack_chunks(packed, self.num_slots)
         fields = unpack_sampler(sampler)
-        is_stepped = fields.pop("is_stepped")[:, 0] > 0
+        is_stepped = fields["is_stepped"][:, 0] > 0
         if stages.penalties:
             self._count_prompts(chunks, is_stepped)
         logits = self._prompt_logits(chunks, context_len, 0 if stages.prompt_logprobs else chunks.last_indexes)[0]
@@ -93,12 +93,15 @@ class DeviceSteps:
     def decode_sampled(
         self, state: Tensor, context_len: int, sampler: Tensor, masks: Tensor, stages: Stages
     ) -> tuple[Tensor, Tensor]:
-        """The sampler's choice, see `choose`, and the next state; arguments as for `decode` and `prefill_sampled`."""
-        tokens, positions = state
+        """The sampler's choice, see `choose`, and the next state; arguments as for `decode` and `prefill_sampled`.
+
+        Where `sampler` brings a state with it, that holds.
+        """
         fields = unpack_sampler(sampler)
-        is_stepped = fields.pop("is_stepped")
+        host_state = torch.stack([fields["token_id"][:, 0], fields["slot_len"][:, 0]]).int()
+        tokens, positions = torch.where(fields["is_from_host"][:, 0] > 0, host_state, state)
         if stages.penalties:
-            self._counts.index_put_((self._slots, tokens), is_stepped[:, 0].int(), accumulate=True)
+            self._counts.index_put_((self._slots, tokens), fields["is_stepped"][:, 0].int(), accumulate=True)
         logits = self._token_logits(tokens, positions, context_len)
         result = choose(logits, self._sampler_tensors(fields, positions[:, None] + 1, masks), stages)
         return result, self._next_state(result, positions)
@@ -149,5 +152,5 @@ class DeviceSteps:
             allowed=masks[0],
             favoured=masks[1],
             watermark_delta=self._watermark_delta,
-            **fields,
+            **{name: fields[name] for name in CHOICE_FIELDS},
         )
