@@ -14,13 +14,13 @@ PACKAGE = "tpu_tgi_server"
 SOURCE = ROOT / "src" / PACKAGE
 
 ROOMS = ["client", "service", "mailbox", "engine", "model", "runtime"]
-"""From the top to the bottom. A room may import those below it, and config and logs, which import no room."""
+"""From the top to the bottom. A room may import those below it, and the shared modules, which import no room."""
 
 ALLOWED_ABOVE = {"cli", "progress"}
-SHARED = {"config", "logs", "pb", "__init__"}
+SHARED = {"config", "logs", "profiling", "pb", "__init__"}
 
 OUTSIDE = {
-    "torch_xla": ["runtime/xla.py"],
+    "torch_xla": ["runtime/xla.py", "runtime/xla_replay.py"],
     "torch": ["model", "runtime"],
     "transformers": ["engine/tokenizer.py", "engine/loading.py", "model", "client/generate.py"],
     "grpc": ["service", "client"],

@@ -69,6 +69,7 @@ class Settings:
     step_ahead: bool = True
     skip_warmup: bool = False
     compilation_cache: Path | None = None
+    profile: Path | None = None
     step_timeout_s: float = 600.0
     load_timeout_s: float = 1800.0
     watermark_gamma: float = 0.5

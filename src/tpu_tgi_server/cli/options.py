@@ -81,6 +81,10 @@ CompilationCache = Annotated[
         "~/.cache/tpu-tgi-server on a TPU, none elsewhere",
     ),
 ]
+Profile = Annotated[
+    Path | None,
+    _setting("profile", "Write where the time goes to this file, for a browser's trace viewer.", "no profile"),
+]
 StepTimeout = Annotated[
     float | None,
     _setting("step_timeout_s", "Seconds that one step may take before its process counts as hung and is replaced."),

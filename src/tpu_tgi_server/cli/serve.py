@@ -9,6 +9,7 @@ from loguru import logger
 from tpu_tgi_server.cli import options
 from tpu_tgi_server.config import ONE_PROCESS, Device, Settings, resolve_device, settings_from, tidy_environment
 from tpu_tgi_server.logs import STDOUT, configure_logging
+from tpu_tgi_server.profiling import create_profile, start_profile
 
 USAGE_ERROR = 2
 
@@ -31,6 +32,7 @@ def serve(
     step_ahead: options.StepAhead = None,
     skip_warmup: options.SkipWarmup = None,
     compilation_cache: options.CompilationCache = None,
+    profile: options.Profile = None,
     step_timeout: options.StepTimeout = None,
     load_timeout: options.LoadTimeout = None,
     watermark_gamma: options.WatermarkGamma = None,
@@ -65,6 +67,7 @@ def serve(
             step_ahead=step_ahead,
             skip_warmup=skip_warmup,
             compilation_cache=compilation_cache,
+            profile=profile,
             step_timeout_s=step_timeout,
             load_timeout_s=load_timeout,
             watermark_gamma=watermark_gamma,
@@ -73,6 +76,9 @@ def serve(
             json_output=json_output,
         )
         configure_logging(settings.logger_level, settings.json_output)
+        if settings.profile is not None:
+            create_profile(settings.profile)
+        start_profile(settings.profile, "root")
     except ValueError as error:
         options.fail(str(error), USAGE_ERROR)
     tidy_environment(os.environ)

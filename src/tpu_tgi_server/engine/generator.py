@@ -28,6 +28,7 @@ from tpu_tgi_server.engine.types import (
     StepResult,
 )
 from tpu_tgi_server.model.interface import Model, NextTokens, OnGraph, PromptChunk
+from tpu_tgi_server.profiling import span
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """How XLA's errors begin when memory runs out."""
@@ -74,7 +75,8 @@ class Generator:
         self._clock = CallClock()
         if batch.id in self._batches:
             raise EngineError(ErrorKind.INVALID, f"batch {batch.id} is already live")
-        sequences = self._admission.admit(batch, self._batches.all_request_ids())
+        with span("admit"):
+            sequences = self._admission.admit(batch, self._batches.all_request_ids())
         if batch.is_liveness_probe:
             return self._result(batch.id, [self._probe(sequences[0])])
         self._batches.add(batch.id, (request.id for request in batch.requests))
@@ -168,7 +170,7 @@ class Generator:
         chunks = [self._chunk(part) for part in row]
         sequences = [part.sequence for part in row]
         sampler = self._slots.sampler_inputs(sequences)
-        with self._clock.forward():
+        with self._clock.forward(), span("prefill"):
             chosen = self._model.prefill(chunks, sampler)
         self._queue.done(row)
         return [generation for sequence in sequences if (generation := self._end_part(sequence, chosen)) is not None]
@@ -203,11 +205,15 @@ class Generator:
         generations = []
         with self._clock.forward():
             claimed = claimed or self._start_steps(running)
-            results = [steps.tokens() for steps in claimed]
+            with span("wait for tokens"):
+                results = [steps.tokens() for steps in claimed]
         for steps, chosen in zip(claimed, results, strict=True):
             self._clock.add_ahead(steps.ahead_ns)
             steps.ahead_ns = 0
-            generations += [self._append(sequence, chosen) for sequence in running if steps.take(sequence.request.id)]
+            with span("text"):
+                generations += [
+                    self._append(sequence, chosen) for sequence in running if steps.take(sequence.request.id)
+                ]
         self._in_flight = [steps for steps in self._in_flight if not steps.is_taken]
         return generations
 
@@ -219,12 +225,13 @@ class Generator:
         if any(sequence.request.needs_host for sequence in sequences):
             num_steps = 1
         slots = self._slots
-        read = self._model.decode(
-            slots.token_ids,
-            slots.slot_lens,
-            max(sequence.slot_len for sequence in sequences),
-            [slots.sampler_inputs(sequences, step) for step in range(num_steps)],
-        )
+        with span("start steps"):
+            read = self._model.decode(
+                slots.token_ids,
+                slots.slot_lens,
+                max(sequence.slot_len for sequence in sequences),
+                [slots.sampler_inputs(sequences, step) for step in range(num_steps)],
+            )
         slots.begin_steps(sequences, num_steps)
         steps = StepsInFlight(sequences, read)
         self._in_flight.append(steps)

@@ -40,6 +40,7 @@ from tpu_tgi_server.mailbox.messages import (
     WarmUp,
 )
 from tpu_tgi_server.model.interface import Graph, OnGraph
+from tpu_tgi_server.profiling import span, start_profile
 from tpu_tgi_server.runtime.interface import Runtime
 from tpu_tgi_server.runtime.select import select_runtime
 
@@ -59,6 +60,7 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     """The main function of an agent's process. It ends when the root closes the connection, or with status 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal reaches us too, but is the root's to handle
     configure_logging(settings.logger_level, settings.json_output)
+    start_profile(settings.profile, "agent")
     commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
     try:
@@ -98,7 +100,7 @@ def _run_agent(
     while (command := commands.get()) is not None:
         _send(connection, _or_broken(type(command).__name__, partial(_execute, generator, command, on_graph)))
         if settings.step_ahead and commands.empty():
-            _send(connection, _or_broken("a step ahead", generator.step_ahead))
+            _send(connection, _or_broken("step ahead", generator.step_ahead))
 
 
 def _send(connection: Connection, reply: Reply | None) -> None:
@@ -112,7 +114,8 @@ def _send(connection: Connection, reply: Reply | None) -> None:
 def _or_broken(name: str, action: Callable[[], ResultT]) -> ResultT | Broken:
     """What the action returns. A failure while requests are served may quote them, so it is told without its text."""
     try:
-        return action()
+        with span(name):
+            return action()
     except BrokenPipeError:
         raise
     except Exception as error:

@@ -31,6 +31,7 @@ from tpu_tgi_server.mailbox.messages import (
     WarmUp,
 )
 from tpu_tgi_server.mailbox.process import AgentDiedError, AgentProcess
+from tpu_tgi_server.profiling import task_span
 
 PREPARE_PAUSE_S = 0.01
 """How often to ask whether grammars are compiled."""
@@ -139,7 +140,8 @@ class RootMailbox:
         if agent is None or not self._is_ready:
             raise AgentDiedError("the model is being loaded again after a failure, try later")
         try:
-            reply = await self._in_thread(agent.request, command, self._settings.step_timeout_s)
+            with task_span(f"mailbox {type(command).__name__}"):
+                reply = await self._in_thread(agent.request, command, self._settings.step_timeout_s)
         except AgentDiedError as error:
             self._on_death(agent, str(error))
             raise

@@ -5,6 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tpu_tgi_server.engine.types import ModelInfo
+from tpu_tgi_server.profiling import task_span
 from tpu_tgi_server.service.convert import Converter, Message
 from tpu_tgi_server.service.errors import grpc_errors
 from tpu_tgi_server.service.shard import Shard
@@ -66,10 +67,12 @@ class Servicer:
 
     async def Prefill(self, request: Message, context: Context) -> Message:
         async with grpc_errors(context):
-            result = await self._shard.prefill(self._convert.batch(request.batch))
-            return self._convert.prefill_response(result)
+            with task_span("Prefill"):
+                result = await self._shard.prefill(self._convert.batch(request.batch))
+                return self._convert.prefill_response(result)
 
     async def Decode(self, request: Message, context: Context) -> Message:
         async with grpc_errors(context):
-            result = await self._shard.decode(tuple(map(self._convert.cached_batch, request.batches)))
-            return self._convert.decode_response(result)
+            with task_span("Decode"):
+                result = await self._shard.decode(tuple(map(self._convert.cached_batch, request.batches)))
+                return self._convert.decode_response(result)
