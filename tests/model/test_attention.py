@@ -161,11 +161,11 @@ def test_numbers_that_overflow_stay_with_their_own_request(overflow: float) -> N
 def test_heads_side_by_side_in_the_cache_change_no_result(num_tokens: int, softcap: float | None) -> None:
     query = heads(NUM_HEADS, num_tokens, num_rows=2)
     keys, values = heads(NUM_KV_HEADS, 7, num_rows=2), heads(NUM_KV_HEADS, 7, num_rows=2)
-    side_by_side = [tensor.transpose(1, 2).reshape(2, 1, 7, NUM_KV_HEADS * HEAD_SIZE) for tensor in (keys, values)]
+    row_keys, row_values = (tensor.transpose(1, 2).reshape(2, 1, 7, -1) for tensor in (keys, values))
     mask = torch.rand(2, 1, 1, num_tokens, 7) < 0.8
     mask[..., 0] = True
     torch.testing.assert_close(
-        attend(query, *side_by_side, mask, 0.3, softcap), attend(query, keys, values, mask, 0.3, softcap)
+        attend(query, row_keys, row_values, mask, 0.3, softcap), attend(query, keys, values, mask, 0.3, softcap)
     )
 
 

@@ -125,10 +125,10 @@ def attend(
 
 
 def spread(queries: Tensor, num_side_by_side: int) -> Tensor:
-    """[N, K, R, D] to [N, K / P, P R, P D]: a head's queries meet its own keys in a row of P heads, and zeros elsewhere."""
+    """[N, K, R, D] to [N, K / P, P R, P D]: in a row of P heads a query stands where its own head is, beside zeros."""
     if num_side_by_side == 1:
         return queries
-    num_rows, num_heads, num_queries, head_size = queries.shape
+    num_rows, _, num_queries, head_size = queries.shape
     heads = queries.reshape(num_rows, -1, num_side_by_side, num_queries, 1, head_size)
     blocks = heads * diagonal(num_side_by_side, queries.device)[:, None, :, None]
     return blocks.reshape(num_rows, -1, num_side_by_side * num_queries, num_side_by_side * head_size)

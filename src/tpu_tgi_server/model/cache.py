@@ -3,13 +3,13 @@
 A cell is named by (slot, head, position). The cells of a slot at its length and beyond are scratch: padding and idle
 slots may write there, because a real token overwrites the cell before any query can see it.
 
-A TPU keeps the last dimension of a tensor in lanes of 128. Where heads are smaller than that, P of them stand side by side
-in one row: otherwise its compiler stores the cache with positions last, and turns all of it round and back for every write.
+A TPU keeps the last dimension of a tensor in lanes of 128. Where heads are smaller than that, P of them stand side by
+side in one row: otherwise its compiler stores the cache with positions last, and turns all of it round and back for
+every write.
 """
 
 import torch
 from torch import Tensor
-
 
 NUM_LANES = 128
 
