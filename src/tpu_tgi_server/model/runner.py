@@ -103,10 +103,12 @@ class ModelRunner:
 
     def warm_up(self, on_graph: OnGraph) -> None:
         for number, graph in enumerate(self._graphs, start=1):
-            self._warm_up(graph, neutral_sampler(self._num_slots) if graph.has_sampler else None)
+            self.run_once(graph)
             on_graph(graph, number, len(self._graphs))
 
-    def _warm_up(self, graph: Graph, sampler: SamplerInputs | None) -> None:
+    def run_once(self, graph: Graph) -> None:
+        """Run one graph of the list on nothing that matters."""
+        sampler = neutral_sampler(self._num_slots) if graph.has_sampler else None
         if graph.kind == "decode":
             zeros = np.zeros(self._num_slots, np.int32)
             self.decode(zeros, zeros, graph.size - 1, [sampler])()

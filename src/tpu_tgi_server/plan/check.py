@@ -1,0 +1,57 @@
+"""Bars for compiled graphs: what `make tpu-check` holds the model code to.
+
+Two figures of a decode step, both without a unit. *Memory*: arguments, output and temporary memory, less what is
+written over an argument, over the bytes of weights and cache. *Traffic*: bytes accessed over those of `plan.reference`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tpu_tgi_server.plan.messages import REFERENCE, Compiled, Traced
+
+MAX_MEMORY_RATIO = 1.10
+MAX_TRAFFIC_RATIO = 1.25
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One graph, what was looked at, what was found, and whether that is good."""
+
+    graph: str
+    what: str
+    is_good: bool
+
+
+def memory_ratio(compiled: Compiled, traced: Traced) -> float:
+    """1 is a step that needs no memory of its own."""
+    return compiled.memory_bytes / (traced.weights_bytes + traced.cache_bytes)
+
+
+def findings(traced: Traced, results: Mapping[str, Compiled | str]) -> Iterator[Finding]:
+    """Everything that the bars say about the graphs of one model; decode graphs are measured against the reference."""
+    reference = results[REFERENCE]
+    for graph, compiled in results.items():
+        if isinstance(compiled, str):
+            yield Finding(graph, f"does not compile: {compiled}", is_good=False)
+            continue
+        yield Finding(graph, f"compiles in {compiled.compile_s:.1f} s", is_good=True)
+        if graph == REFERENCE:
+            continue
+        yield Finding(
+            graph,
+            f"{compiled.num_aliased} of {traced.num_cache_buffers} cache buffers updated in place",
+            compiled.num_aliased >= traced.num_cache_buffers,
+        )
+        yield Finding(graph, f"{compiled.num_cache_copies} copies of the cache", compiled.num_cache_copies == 0)
+        if graph.startswith("decode") and isinstance(reference, Compiled):
+            memory = memory_ratio(compiled, traced)
+            traffic = compiled.accessed_bytes / reference.accessed_bytes
+            yield Finding(
+                graph, f"memory {memory:.3f} of weights and cache (bar {MAX_MEMORY_RATIO})", memory <= MAX_MEMORY_RATIO
+            )
+            yield Finding(
+                graph,
+                f"traffic {traffic:.3f} of the reference's {reference.accessed_bytes / 1e9:.2f} GB "
+                f"(bar {MAX_TRAFFIC_RATIO})",
+                traffic <= MAX_TRAFFIC_RATIO,
+            )
