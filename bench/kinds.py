@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.bars import Bar
 from bench.server import new_request, prefill
 from tpu_tgi_server.pb.v2 import generate_pb2 as pb
 
@@ -69,6 +70,14 @@ def measure_kinds(stub: Any) -> list[StepCost]:
     measure_step(stub, 1, "greedy", NUM_STREAMS, 8)
     costs = [measure_step(stub, number, kind, NUM_STREAMS, NUM_TOKENS) for number, kind in enumerate(KINDS, start=2)]
     return [replace(cost, ratio=cost.call_ms / costs[0].call_ms) for cost in costs]
+
+
+def measure_host(stub: Any, num_streams: int) -> Bar:
+    """What a client waits for beside the model's forward: gRPC, mailbox, text, Python."""
+    measure_step(stub, 1, "greedy", num_streams, 8)
+    cost = measure_step(stub, 2, "greedy", num_streams, 2 * NUM_TOKENS)
+    note = f"text {cost.text_ms:.2f} ms, gRPC and mailbox {cost.host_ms - cost.text_ms:.2f} ms"
+    return Bar(f"host time a step, {num_streams} slots, p50", cost.host_ms, 1.0, "<=", "ms", note)
 
 
 def kinds_table(costs: Sequence[StepCost]) -> str:
