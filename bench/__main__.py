@@ -37,16 +37,20 @@ class Benchmark:
         self._chunk_len = chunk_len
         self.costs: list[StepCost] = []
         self.parts: dict[str, Callable[[], Iterator[Bar]]] = {
-            "transformers": self._transformers,
+            "streams": self._streams,
+            "arrivals": self._arrivals,
             "steps": self._steps,
             "host": self._host,
             "xla": lambda: iter(measure_graphs()),
             "loading": lambda: iter(measure_loading(model)),
         }
 
-    def _transformers(self) -> Iterator[Bar]:
+    def _streams(self) -> Iterator[Bar]:
         with served_model(self._model, 8, *SERVER_OPTIONS) as stub, transformers_peer(self._model, DTYPE) as peer:
             yield measure_streams(stub, peer, self._model)
+
+    def _arrivals(self) -> Iterator[Bar]:
+        with served_model(self._model, 8, *SERVER_OPTIONS) as stub, transformers_peer(self._model, DTYPE) as peer:
             yield measure_arrivals(stub, peer, self._model)
 
     def _steps(self) -> Iterator[Bar]:
@@ -62,7 +66,7 @@ class Benchmark:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--only", nargs="+", metavar="PART", help="transformers, steps, host, xla, loading")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="streams, arrivals, steps, host, xla, loading")
     parser.add_argument("--strict", action="store_true", help="status 1 if a bar is missed")
     parser.add_argument("--chunk-tokens", type=int, help="how many prompt tokens the server prefills at a time")
     arguments = parser.parse_args()

@@ -61,7 +61,9 @@ def main(folder: str, dtype: str) -> None:
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
     answers = sys.stdout
