@@ -80,10 +80,10 @@ def ratio_bar(
 
 
 def mixed_work(model: Path) -> Work:
-    """Prompts of about 8 to 128 tokens that want 8 to 40, one every tenth of a second; the same in each run."""
+    """Prompts of about 8 to 90 tokens that want 4 to 28, one every tenth of a second; the same in each run."""
     chance = random.Random(0)
-    texts = [" ".join(chance.choices(WORDS, k=chance.randint(8, 120))) for _ in range(NUM_ARRIVALS)]
-    num_tokens = [chance.randint(8, 40) for _ in range(NUM_ARRIVALS)]
+    texts = [" ".join(chance.choices(WORDS, k=chance.randint(8, 80))) for _ in range(NUM_ARRIVALS)]
+    num_tokens = [chance.randint(4, 28) for _ in range(NUM_ARRIVALS)]
     return Work(texts, encode(model, texts), num_tokens, [ARRIVAL_EVERY_S * n for n in range(NUM_ARRIVALS)])
 
 
