@@ -45,7 +45,7 @@ demo: setup model
 	@$(BIN)/python scripts/demo.py $(DEMO_MODEL)
 
 bench: setup model
-	$(BIN)/python scripts/bench.py $(DEMO_MODEL)
+	$(BIN)/python -m bench $(DEMO_MODEL)
 
 clean:
 	rm -rf build dist .cache bench-results src/tpu_tgi_server/pb $(VENV)

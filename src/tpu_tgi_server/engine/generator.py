@@ -55,6 +55,7 @@ class Generator:
         self._slots = SlotTable(limits, model.vocab_size, watermark_gamma)
         self._max_total_tokens = limits.max_total_tokens
         self._pace = pace
+        self._prefill_room = pace.prefill_tokens
         self._batches = BatchTable()
         self._sequences: dict[int, Sequence] = {}
         self._queue = PrefillQueue(model.max_prefill_tokens)
@@ -79,6 +80,8 @@ class Generator:
             sequences = self._admission.admit(batch, self._batches.all_request_ids())
         if batch.is_liveness_probe:
             return self._result(batch.id, [self._probe(sequences[0])])
+        if not any(sequence.is_prefilled for sequence in self._sequences.values()):
+            self._prefill_room = self._pace.prefill_tokens
         self._batches.add(batch.id, (request.id for request in batch.requests))
         self._sequences.update((sequence.request.id, sequence) for sequence in sequences)
         self._queue.add(sequences)
@@ -98,7 +101,10 @@ class Generator:
         batch_id = batches[0].id
         running = self._running(batch_id)
         generations = self._take_tokens(running)
+        if not generations:
+            self._prefill_room = self._pace.prefill_tokens
         generations += self._prefill_some(batch_id)
+        self._prefill_room = self._pace.prefill_tokens
         return self._result(batch_id, generations)
 
     def step_ahead(self) -> None:
@@ -157,11 +163,11 @@ class Generator:
         return sequence.append([chosen], chunk.slot)
 
     def _prefill_some(self, batch_id: int) -> list[Generation]:
-        """Prefill what is next of a batch's prompts, as much as one call may."""
+        """Prefill what is next of a batch's prompts, as much as may be done between two tokens of running streams."""
         generations: list[Generation] = []
-        room = self._pace.prefill_tokens
-        while row := self._queue.next_row(self._batches.request_ids(batch_id), self._slots.num_free, room):
-            room -= sum(part.num_tokens for part in row)
+        request_ids = self._batches.request_ids(batch_id)
+        while row := self._queue.next_row(request_ids, self._slots.num_free, self._prefill_room):
+            self._prefill_room -= sum(part.num_tokens for part in row)
             generations += self._prefill_row(row)
         return generations
 

@@ -43,6 +43,7 @@ def load_generator(
     done("tokenizer")
     dtype = loading.DTYPES.get(settings.dtype, runtime.default_dtype)
     weights = loading.load_weights(files, dtype, runtime, settings.trust_remote_code)
+    runtime.tune(weights)
     done("weights")
     cache = loading.allocate_cache(config, limits.num_slots, limits.max_total_tokens, dtype, runtime)
     steps = loading.make_steps(weights, cache, settings.watermark_delta, runtime)

@@ -38,6 +38,10 @@ class Runtime(Protocol):
         """How much the device can still hold; None if it does not say."""
         ...
 
+    def tune(self, model: torch.nn.Module) -> None:
+        """Make a loaded model faster here, in place, without changing what it computes."""
+        ...
+
     def to_device(self, host: Tensor) -> Tensor:
         """Copy to the device without compiling anything."""
         ...

@@ -67,6 +67,9 @@ class TracingRuntime:
         placeholder: Tensor = from_dlpack(host)
         return placeholder
 
+    def tune(self, model: torch.nn.Module) -> None:
+        """Nothing to do, as on a TPU."""
+
     def to_host(self, device: Tensor) -> Tensor:
         """Zeros are on the host already."""
         return device

@@ -53,6 +53,9 @@ class XlaRuntime:
         memory = xm.get_memory_info()
         return int(memory["bytes_limit"]) - int(memory["bytes_used"])
 
+    def tune(self, model: torch.nn.Module) -> None:
+        """Nothing to do: XLA lays weights out itself."""
+
     def to_device(self, host: Tensor) -> Tensor:
         """A transfer. (`torch.zeros(..., device=xla)` would compile a graph for each shape.)"""
         return host.to(self.device)
