@@ -1,12 +1,12 @@
 """Text to token ids and back, with the rules about special tokens."""
 
 import json
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tpu_tgi_server.model.files import needs_code
 
@@ -16,6 +16,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, generation_eos_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._decode = plain_decode(tokenizer)
         self._bos_text: str | None = tokenizer.bos_token
         own_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.eos_ids = frozenset((*generation_eos_ids, *own_eos))
@@ -59,8 +60,7 @@ class Tokenizer:
         Ids that only the model has have no text; a tokenizer written in Python would fail on them.
         """
         known = [id for id in ids if id < self.num_ids]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self._decode(known)
 
     @cached_property
     def num_ids(self) -> int:
@@ -78,6 +78,17 @@ class Tokenizer:
         if backend is None:
             raise ValueError(f"{type(self._tokenizer).__name__} has no tokenizer.json")
         return str(backend.to_str())
+
+
+def plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Ids to text with nothing left out and nothing cleaned up.
+
+    A tokenizer of the tokenizers library is asked directly: what transformers' `decode` does around it takes ten times
+    as long (77 and 7 microseconds for three ids), which a step of 16 slots pays 32 times.
+    """
+    if type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+    return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
