@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", help="streams, arrivals, steps, host, xla, loading")
     parser.add_argument("--strict", action="store_true", help="status 1 if a bar is missed")
     parser.add_argument(
-        "--chunk-tokens", type=int, default=128, help="prompt tokens prefilled at a time while others run"
+        "--chunk-tokens", type=int, default=128, help="prompt tokens that the server prefills at a time"
     )
     arguments = parser.parse_args()
     started = time.monotonic()

@@ -35,7 +35,7 @@ class StepCost:
     """Medians over the full decode steps of one batch, in milliseconds, and the ratio of `call_ms` to the greedy one.
 
     `call_ms` is the time from one answer to the next, for a client that asks again at once; `forward_ms` the model with
-    its sampler, steps ahead of the client included; `host_ms` what is left, and of that `text_ms` the rest of the engine:
+    its sampler, steps ahead of the client included; `host_ms` what is left. `text_ms` is the part of the engine in it:
     text, grammar masks, bookkeeping.
     """
 
