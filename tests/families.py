@@ -79,10 +79,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": MAX_TOTAL_TOKENS},
     ),
-    "gpt-2": ("gpt2", {}),
+    "gpt-2": ("gpt2", {"num_key_value_heads": 4}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
-    "stablelm": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
 }
 """By name: the model type of transformers, and what differs from SHAPE."""
