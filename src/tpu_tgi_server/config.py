@@ -44,6 +44,12 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Quantize(StrEnum):
+    """How linear layers keep their weights, if not in the model's dtype."""
+
+    INT8 = "int8"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the operator asked for. `None` means: derive it from the model once its config is read.
@@ -61,6 +67,7 @@ class Settings:
     uds_path: Path = Path("/tmp/text-generation-server")
     device: Device = Device.AUTO
     dtype: Dtype = Dtype.AUTO
+    quantize: Quantize | None = None
     max_batch_size: int = 8
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
@@ -108,6 +115,29 @@ class Settings:
         return Path(f"{self.uds_path.absolute()}-0")
 
 
+def read_quantize(text: str, name: str) -> Quantize:
+    """The one way of quantizing that there is.
+
+    Raises:
+        ValueError: another one was asked for.
+    """
+    if text not in set(Quantize):
+        raise ValueError(
+            f"{name} {text} is not supported, only int8 is: leave it out, or, if it is in the config.json, "
+            "choose a model that is not quantized"
+        )
+    return Quantize(text)
+
+
+def read_quantize_variable(text: str) -> Quantize | None:
+    """optimum-tpu's variable, 1 for int8. (TGI's launcher itself reads QUANTIZE, and ends if that is int8.)
+
+    Raises:
+        ValueError: it is neither that, nor 0, nor int8.
+    """
+    return {"1": Quantize.INT8, "0": None}[text] if text in ("0", "1") else read_quantize(text, "QUANTIZATION")
+
+
 @dataclass(frozen=True)
 class Variable:
     """A setting's place in the environment: the first of `names` that is set, and not empty, counts."""
@@ -123,6 +153,7 @@ VARIABLES = {
     "prefill_chunk_tokens": Variable(("PREFILL_CHUNK_TOKENS",), int),
     "decode_steps": Variable(("DECODE_STEPS",), int),
     "step_ahead": Variable(("STEP_AHEAD",), lambda text: text.lower() in ("1", "true")),
+    "quantize": Variable(("QUANTIZATION",), read_quantize_variable),
     "skip_warmup": Variable(("SKIP_WARMUP",), lambda text: text.lower() in ("1", "true")),
     "huggingface_hub_cache": Variable(("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), Path),
     "weights_cache_override": Variable(("WEIGHTS_CACHE_OVERRIDE",), Path),
@@ -169,6 +200,8 @@ def _read(name: str, text: str, read: Callable[[str], object]) -> object:
     try:
         return read(text)
     except ValueError as error:
+        if read not in (int, float):
+            raise
         kind = "a whole number" if read is int else "a number"
         raise ValueError(f"{name} must be {kind}, not {text!r}") from error
 

@@ -10,7 +10,7 @@ from loguru import logger
 
 from tests.launcher import SERVE_ALWAYS, SERVE_OPTIONAL, SERVE_REFUSED, shard_environment
 from tpu_tgi_server.cli import launcher_app
-from tpu_tgi_server.config import Device, Dtype, Settings
+from tpu_tgi_server.config import Device, Dtype, Quantize, Settings
 
 ALWAYS = Settings("model", uds_path=Path("/tmp/uds"), device=Device.CPU, json_output=True)
 
@@ -102,6 +102,9 @@ def test_level_of_the_launcher_is_taken(launcher: Launcher, level: str) -> None:
         ({"HF_API_TOKEN": "a"}, {"hf_token": "a"}),
         ({"HF_API_TOKEN": "a", "HF_TOKEN": "b"}, {"hf_token": "b"}),
         ({"PJRT_DEVICE": "TPU"}, {"device": Device.TPU}),
+        ({"QUANTIZATION": "int8"}, {"quantize": Quantize.INT8}),
+        ({"QUANTIZATION": "1"}, {"quantize": Quantize.INT8}),
+        ({"QUANTIZATION": "0"}, {}),
         ({"REQUEST_LOGPROBS": "1", "DISABLE_CUSTOM_KERNELS": "True"}, {}),
         (dict.fromkeys(["MAX_BATCH_SIZE", "HF_TOKEN", "WORLD_SIZE", "LORA_ADAPTERS", "ROPE_FACTOR"], ""), {}),
     ],
@@ -120,6 +123,11 @@ def test_flag_wins_over_its_variable(launcher: Launcher) -> None:
     assert launcher.settings == changed(max_input_tokens=64)
 
 
+def test_int8_is_taken_as_a_flag_too(launcher: Launcher) -> None:
+    assert launcher.serve("--quantize", "int8") == 0
+    assert launcher.settings == changed(quantize=Quantize.INT8)
+
+
 def test_token_is_not_in_the_text_of_the_settings() -> None:
     assert "hf_secret" not in str(Settings("model", hf_token="hf_secret"))
 
@@ -136,6 +144,7 @@ def test_token_is_not_in_the_text_of_the_settings() -> None:
         ({"WATERMARK_GAMMA": "nan"}, "WATERMARK_GAMMA must be more than 0 and less than 1"),
         ({"WATERMARK_DELTA": "1e30"}, "WATERMARK_DELTA must be a number from -1000 to 1000"),
         ({"WATERMARK_DELTA": "inf"}, "WATERMARK_DELTA must be a number from -1000 to 1000"),
+        ({"QUANTIZATION": "awq"}, "QUANTIZATION awq is not supported, only int8 is"),
         ({"PJRT_DEVICE": "CUDA"}, "PJRT_DEVICE=CUDA is not supported: use TPU or CPU"),
     ],
     ids=str,

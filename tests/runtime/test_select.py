@@ -69,6 +69,21 @@ def test_folder_for_graphs_that_cannot_be_made_is_no_reason_not_to_run(tmp_path:
     assert run_with(tmp_path / "file" / "cache").splitlines()[-2] == "[1.0, 4.0, 7.0]"
 
 
+@pytest.mark.parametrize("content", [b"", b"no graph", bytes(100_000)], ids=["empty", "short", "zeros"])
+def test_damaged_graph_is_compiled_again(tmp_path: Path, content: bytes) -> None:
+    run_with(tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_bytes(content)
+    assert run_with(tmp_path).splitlines()[0] == "[1.0, 4.0, 7.0]"
+
+
+def test_folder_that_no_file_can_be_written_to_is_not_used() -> None:
+    """One of the kernel's own: even root can write nothing there."""
+    output = run_with(Path("/proc/self/fdinfo"))
+    assert output.splitlines()[-2] == "[1.0, 4.0, 7.0]"
+    assert "PersistentCache" not in output
+
+
 def run_with(cache: Path) -> str:
     command = [sys.executable, "-c", COMPILE_ONE, str(cache)]
     environment = {"PYTHONPATH": str(ROOT / "src")}

@@ -40,6 +40,10 @@ DeviceOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[Dtype | None, _setting("dtype", "auto is bfloat16 on a TPU and float32 elsewhere.")]
+QuantizeOption = Annotated[
+    str | None,
+    _setting("quantize", "int8 keeps the weights of linear layers in one byte each. Others are refused.", "off"),
+]
 MaxBatchSize = Annotated[
     int | None, _setting("max_batch_size", "Slots: how many requests run at once. More wait for a slot.")
 ]
@@ -112,7 +116,6 @@ def _launcher(flag: str, help: str) -> Any:
 
 
 Sharded = Annotated[bool, _launcher("--sharded", "Refused: one process drives all chips.")]
-Quantize = Annotated[str | None, _launcher("--quantize", "Refused: there is no quantization.")]
 Speculate = Annotated[int, _launcher("--speculate", "Refused if more than 0: there is no speculation.")]
 KvCacheDtype = Annotated[str, _launcher("--kv-cache-dtype", "Refused if not auto: the cache has the model's dtype.")]
 OtlpEndpoint = Annotated[str | None, _launcher("--otlp-endpoint", "Ignored with a warning: no traces are sent.")]

@@ -7,7 +7,15 @@ import sys
 from loguru import logger
 
 from tpu_tgi_server.cli import options
-from tpu_tgi_server.config import ONE_PROCESS, Device, Settings, resolve_device, settings_from, tidy_environment
+from tpu_tgi_server.config import (
+    ONE_PROCESS,
+    Device,
+    Settings,
+    read_quantize,
+    resolve_device,
+    settings_from,
+    tidy_environment,
+)
 from tpu_tgi_server.logs import STDOUT, configure_logging
 from tpu_tgi_server.profiling import create_profile, start_profile
 
@@ -24,6 +32,7 @@ def serve(
     uds_path: options.UdsPath = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = None,
+    quantize: options.QuantizeOption = None,
     max_batch_size: options.MaxBatchSize = None,
     max_total_tokens: options.MaxTotalTokens = None,
     max_input_tokens: options.MaxInputTokens = None,
@@ -40,7 +49,6 @@ def serve(
     logger_level: options.LoggerLevel = None,
     json_output: options.JsonOutput = None,
     sharded: options.Sharded = False,
-    quantize: options.Quantize = None,
     speculate: options.Speculate = 0,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     otlp_endpoint: options.OtlpEndpoint = None,
@@ -48,7 +56,7 @@ def serve(
 ) -> None:
     """Serve a model to text-generation-inference's router over gRPC on a unix socket."""
     try:
-        refuse_launcher_options(sharded, quantize, speculate, kv_cache_dtype)
+        refuse_launcher_options(sharded, speculate, kv_cache_dtype)
         settings = settings_from(
             os.environ,
             model_id=one_model(model, model_id),
@@ -59,6 +67,7 @@ def serve(
             uds_path=uds_path,
             device=resolve_device(device or Device.AUTO, os.environ),
             dtype=dtype,
+            quantize=quantize and read_quantize(quantize, "--quantize"),
             max_batch_size=max_batch_size,
             max_total_tokens=max_total_tokens,
             max_input_tokens=max_input_tokens,
@@ -98,7 +107,7 @@ def one_model(argument: str | None, option: str | None) -> str:
     return argument or option or ""
 
 
-def refuse_launcher_options(sharded: bool, quantize: str | None, speculate: int, kv_cache_dtype: str) -> None:
+def refuse_launcher_options(sharded: bool, speculate: int, kv_cache_dtype: str) -> None:
     """Refuse options of TGI's launcher that would change how the model runs, and do not here.
 
     Raises:
@@ -106,11 +115,6 @@ def refuse_launcher_options(sharded: bool, quantize: str | None, speculate: int,
     """
     if sharded:
         raise ValueError(ONE_PROCESS)
-    if quantize:
-        raise ValueError(
-            f"--quantize {quantize} is not supported: leave it out, or, if it comes from the model's config.json, "
-            "choose a model that is not quantized"
-        )
     if speculate:
         raise ValueError(f"--speculate {speculate} is not supported: leave it out")
     if kv_cache_dtype != "auto":

@@ -10,8 +10,10 @@ from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.tokenizer import load_tokenizer
 from tpu_tgi_server.engine.types import Limits, ModelInfo, Pace
 from tpu_tgi_server.model import loading
+from tpu_tgi_server.model.architecture import load_config
 from tpu_tgi_server.model.buckets import round_up_to_power_of_two
 from tpu_tgi_server.model.files import find_model_files
+from tpu_tgi_server.model.probe import rope_types
 from tpu_tgi_server.model.runner import ModelRunner, RunnerLimits
 from tpu_tgi_server.runtime.interface import Runtime
 
@@ -36,13 +38,13 @@ def load_generator(
         on_stage(stage, STAGES.index(stage) + 1, len(STAGES))
 
     files = find_model_files(settings, on_stage)
-    config = loading.load_config(files.folder, settings.trust_remote_code)
+    config = load_config(files.folder, settings.trust_remote_code).get_text_config()
     limits = resolve_limits(settings, config)
     done("files")
     tokenizer = load_tokenizer(files.folder, settings.trust_remote_code)
     done("tokenizer")
     dtype = loading.DTYPES.get(settings.dtype, runtime.default_dtype)
-    weights = loading.load_weights(files, dtype, runtime, settings.trust_remote_code)
+    weights = loading.load_weights(files, dtype, runtime, settings.trust_remote_code, settings.quantize)
     runtime.tune(weights)
     done("weights")
     cache = loading.allocate_cache(config, limits.num_slots, limits.max_total_tokens, dtype, runtime)
@@ -82,7 +84,7 @@ def resolve_limits(settings: Settings, config: PreTrainedConfig) -> Limits:
     Raises:
         ValueError: the settings ask for more positions than the model has.
     """
-    max_positions = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_TOTAL_TOKENS
+    max_positions = max_exact_positions(config) or DEFAULT_MAX_TOTAL_TOKENS
     wanted = DEFAULT_MAX_TOTAL_TOKENS
     if settings.max_input_tokens is not None and settings.max_input_tokens >= wanted:
         wanted += settings.max_input_tokens
@@ -93,3 +95,16 @@ def resolve_limits(settings: Settings, config: PreTrainedConfig) -> Limits:
     if max_input_tokens >= max_total_tokens:
         raise ValueError(f"--max-input-tokens {max_input_tokens} leaves no room in {max_total_tokens} total tokens")
     return Limits(settings.max_batch_size, max_input_tokens, max_total_tokens)
+
+
+def max_exact_positions(config: PreTrainedConfig) -> int | None:
+    """How long a sequence may be; None if the model does not say.
+
+    longrope has other rotary positions for sequences beyond the original length, and transformers chooses by the
+    longest sequence of the batch: beyond, an answer would depend on its neighbours.
+    """
+    max_positions: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "longrope" in rope_types(config):
+        return int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
+    return max_positions

@@ -128,6 +128,13 @@ def check_weights(folder: Path) -> None:
         raise OSError(f"{folder} is incomplete: {', '.join(missing)} missing")
 
 
+def weight_paths(folder: Path) -> list[Path]:
+    """The files that hold a complete folder's weights."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    return [folder / name for name in sorted(shards_of(folder / WEIGHTS_INDEX))]
+
+
 def shards_of(index: Path) -> set[str]:
     """The names of the weight files that an index lists.
 

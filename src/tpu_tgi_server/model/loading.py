@@ -1,16 +1,21 @@
 """From a model's files to weights on the device: reading them, allocating the cache."""
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from tpu_tgi_server.config import Dtype
-from tpu_tgi_server.model import attention
+from tpu_tgi_server.config import Dtype, Quantize
+from tpu_tgi_server.model import attention, experts, int8
+from tpu_tgi_server.model.architecture import find_model_class, load_config
 from tpu_tgi_server.model.cache import StaticCacheXla, heads_a_row
-from tpu_tgi_server.model.files import ModelFiles, needs_code
+from tpu_tgi_server.model.files import ModelFiles, weight_paths
+from tpu_tgi_server.model.probe import reason_against
 from tpu_tgi_server.model.steps import DeviceSteps
+from tpu_tgi_server.model.streaming import Stream, open_weights
+from tpu_tgi_server.runtime.host_memory import freed_blocks_are_returned
 from tpu_tgi_server.runtime.interface import Runtime
 
 DTYPES = {
@@ -20,47 +25,56 @@ DTYPES = {
 }
 
 
-def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The text part of the model's config.
-
-    Raises:
-        OSError: there is no config.json.
-        ValueError: transformers does not know the architecture without code from the model's folder.
-    """
-    return _load_whole_config(folder, trust_remote_code).get_text_config()
-
-
-def _load_whole_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            raise ValueError(needs_code(folder)) from error
-        raise
-
-
 def load_weights(
-    files: ModelFiles, dtype: torch.dtype, runtime: Runtime, trust_remote_code: bool = False
+    files: ModelFiles,
+    dtype: torch.dtype,
+    runtime: Runtime,
+    trust_remote_code: bool = False,
+    quantize: Quantize | None = None,
 ) -> PreTrainedModel:
     """The model in evaluation mode on the runtime's device, with attention over the slot cache.
 
+    The host holds one tensor at a time beside what is on the device.
+
     Raises:
-        OSError: weights are missing from the folder.
+        ValueError: the model cannot be served right; the message says why.
+        OSError: weights are missing or have another shape than the config says.
     """
     attention.register()
     disable_progress_bar()  # it would write to stderr; loading reports its own stages
-    model = AutoModelForCausalLM.from_pretrained(
-        files.weights_folder,
-        config=_load_whole_config(files.folder, trust_remote_code),
-        dtype=dtype,
-        attn_implementation=attention.ATTENTION_NAME,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        generation_config=GenerationConfig(),  # the engine generates; or a file of it is looked for beside the weights
-    )
-    model = model.eval().requires_grad_(False).to(runtime.device)
+    experts.register()
+    stream = Stream(to_device=lambda tensor: runtime.to_device(tensor))
+    if quantize is Quantize.INT8:
+        stream = replace(stream, prepare=int8.replace_linears, transform=int8.quantize_parameter)
+    config = load_config(files.folder, trust_remote_code)
+    model_class, config = find_model_class(config, files.folder, trust_remote_code)
+    reason = reason_against(model_class, config)
+    if reason is not None:
+        raise ValueError(f"{files.folder} is a {config.model_type} model and {reason}")
+    with freed_blocks_are_returned():
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=open_weights(weight_paths(files.weights_folder)),
+            quantization_config=stream,
+            output_loading_info=True,
+            dtype=dtype,
+            attn_implementation=attention.ATTENTION_NAME,
+            experts_implementation=experts.EXPERTS_NAME if runtime.is_compiled else "eager",
+            generation_config=GenerationConfig(),  # the engine generates; or a file of it is looked for
+        )
+    model.hf_quantizer.remove_quantization_config(model)
+    missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    if problems := stream.misfits or missing:
+        raise OSError(f"{files.weights_folder} does not hold the weights of this model: {few(problems)}")
+    model = model.eval().requires_grad_(False).to(runtime.device)  # what is no parameter
     model.tie_weights()  # torch_xla copies a shared weight twice on the move
     return model
+
+
+def few(items: Sequence[str], num_named: int = 3) -> str:
+    """The first of many items, and how many there are more."""
+    return ", ".join(items[:num_named]) + (f" and {len(items) - num_named} more" if len(items) > num_named else "")
 
 
 def allocate_cache(

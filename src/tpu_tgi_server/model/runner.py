@@ -46,7 +46,7 @@ class ModelRunner:
     def __init__(self, runtime: Runtime, steps: DeviceSteps, limits: RunnerLimits) -> None:
         self._runtime = runtime
         self._num_slots = steps.num_slots
-        self._vocab_size = steps.vocab_size
+        self._steps = steps
         self._num_top = min(MAX_TOP_TOKENS, steps.vocab_size)
         self._max_total_tokens = limits.max_total_tokens
         sizes = (limits.max_row_tokens, limits.max_input_tokens, limits.max_total_tokens)
@@ -64,7 +64,7 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        return self._vocab_size
+        return self._steps.vocab_size
 
     @property
     def max_prefill_tokens(self) -> int:
@@ -134,7 +134,7 @@ class ModelRunner:
         self, sampler: SamplerInputs, host_state: NDArray[np.int32] | None = None
     ) -> tuple[Tensor, Tensor, Stages]:
         stages = ALL_STAGES if self._runtime.is_compiled else needed_stages(sampler)
-        masks = pack_masks(sampler, self._num_slots, self._vocab_size)
+        masks = pack_masks(sampler, self._num_slots, self._steps.vocab_size)
         masks_on_device = self._neutral_masks if masks is None else self._to_device(masks)
         return self._to_device(pack_sampler(sampler, host_state)), masks_on_device, stages
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tpu_tgi_server.model import attention
-from tpu_tgi_server.model.loading import load_config
+from tpu_tgi_server.model.architecture import load_config
 from tpu_tgi_server.runtime.interface import Runtime
 
 

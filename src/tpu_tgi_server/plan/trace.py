@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tpu_tgi_server.config import Dtype, Settings
 from tpu_tgi_server.engine.loading import resolve_limits, runner_limits
 from tpu_tgi_server.model import buckets, loading
+from tpu_tgi_server.model.architecture import load_config
 from tpu_tgi_server.model.cache import StaticCacheXla
 from tpu_tgi_server.model.interface import Graph
 from tpu_tgi_server.model.runner import ModelRunner
@@ -36,7 +37,7 @@ def trace(request: TraceRequest) -> Traced:
     """
     runtime = TracingRuntime()
     folder = Path(request.folder)
-    config = loading.load_config(folder, request.trust_remote_code)
+    config = load_config(folder, request.trust_remote_code).get_text_config()
     sizes = Settings(
         request.folder,
         max_batch_size=request.num_slots,

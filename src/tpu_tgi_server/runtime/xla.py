@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -75,9 +76,11 @@ class XlaRuntime:
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Keep compiled graphs in a folder. One that cannot be written is no reason not to serve."""
+    """Keep compiled graphs in a folder. One that cannot be used is no reason not to serve."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass  # torch_xla only finds out when it has compiled something
     except OSError as error:
         logger.warning("compiled graphs are not kept: {}", error)
         return

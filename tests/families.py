@@ -1,0 +1,203 @@
+"""Tiny random models of every family that is served, and what transformers itself says about them.
+
+    python -m tests.families DEVICE FOLDER...
+
+prints one JSON object with the answers of each model in the folders, see `Answers`.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.driver import Answer, Driver, GeneratorStub, new_request
+from tests.reference import encode, prompt_of_len
+from tests.tiny_model import VOCAB_SIZE, byte_level_tokenizer
+from tpu_tgi_server.config import Device, Settings
+from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.runtime.interface import Runtime
+
+WINDOW = 8
+PROMPT_LENS = (3, 13, 29)
+"""All but the first are longer than the window."""
+NUM_NEW_TOKENS = 10
+MAX_TOTAL_TOKENS = 64
+PROMPTS = tuple(map(prompt_of_len, PROMPT_LENS))
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("llama", {"num_key_value_heads": 4}),
+    "llama-3": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma-2": ("gemma2", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING}),
+    "gemma-3": ("gemma3_text", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "phi-3": ("phi3", {"sliding_window": WINDOW}),
+    "phi-3 long": (
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": MAX_TOTAL_TOKENS},
+    ),
+    "gpt-2": ("gpt2", {"num_key_value_heads": 4}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+}
+"""By name: the model type of transformers, and what differs from SHAPE."""
+
+
+def save_family(name: str, folder: Path) -> None:
+    """Write a model of a family to a folder, as transformers saves it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, fields = FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **fields})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases: not all the same, or a wrong one would not show
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    byte_level_tokenizer().save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one model answers on one device.
+
+    Attributes:
+        alone, batched, joined: ids and log-probabilities for each prompt: by itself, in one prefill, and with one more
+            prompt joining at every step.
+        logits: for each prompt all logits [T, V] after its tokens, prefilled together with the other prompts.
+    """
+
+    alone: list[tuple[list[int], list[float]]]
+    batched: list[tuple[list[int], list[float]]]
+    joined: list[tuple[list[int], list[float]]]
+    logits: list[list[list[float]]]
+
+
+def collect(runtime: Runtime, folder: str) -> Answers:
+    from tpu_tgi_server.engine.loading import load_generator
+
+    device = Device.XLA_CPU if runtime.is_compiled else Device.CPU
+    settings = Settings(folder, device=device, max_batch_size=4, max_total_tokens=MAX_TOTAL_TOKENS, max_input_tokens=48)
+    generator, _ = load_generator(settings, runtime, lambda *_: None)
+    requests = [new_request(number, prompt, new=NUM_NEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
+    alone = [Driver(GeneratorStub(generator)).run(request.id, request)[0] for request in requests]
+    batched = Driver(GeneratorStub(generator)).run(10, *requests)
+    joined = _joined(generator)
+    return Answers(_plain(alone), _plain(batched), _plain(joined), _logits(runtime, generator))
+
+
+def _plain(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
+    return [(list(answer.ids), list(answer.logprobs)) for answer in answers]
+
+
+def _joined(generator: Generator) -> list[Answer]:
+    driver = Driver(GeneratorStub(generator))
+    running = None
+    for number, prompt in enumerate(PROMPTS):
+        joining = driver.prefill(number, new_request(number, prompt, new=NUM_NEW_TOKENS))
+        running = driver.decode(*[batch for batch in (running, joining) if batch])
+    driver.drain(running)
+    return [driver.answers[number] for number in range(len(PROMPTS))]
+
+
+def _logits(runtime: Runtime, generator: Generator) -> list[list[list[float]]]:
+    """Through the device's part of a prefill, before a token is chosen."""
+    import torch
+
+    from tpu_tgi_server.model.interface import PromptChunk
+    from tpu_tgi_server.model.packing import pack_chunks, unpack_chunks
+
+    steps: Any = generator._model._steps  # type: ignore[attr-defined]
+    chunks = [PromptChunk(slot, encode(prompt)) for slot, prompt in enumerate(PROMPTS)]
+    packed = torch.from_numpy(pack_chunks(chunks, 64, steps.num_slots))
+
+    def all_logits(tensor: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = steps._prompt_logits(unpack_chunks(tensor, steps.num_slots), None, 0)[0]
+        return logits
+
+    step = runtime.prepare(all_logits, steps.cache_tensors)
+    logits = runtime.to_host(step(runtime.to_device(packed)))
+    ends = np.cumsum(PROMPT_LENS)
+    return [logits[end - length : end].tolist() for length, end in zip(PROMPT_LENS, ends, strict=True)]
+
+
+@cache
+def expected(folder: Path) -> tuple[list[tuple[list[int], list[float]]], list[Any]]:
+    """From `generate` and `forward` of transformers, for each prompt alone: what `Answers` holds."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # sdpa would leave out the soft caps of Gemma 2
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    answers, logits = [], []
+    for text in PROMPTS:
+        prompt = torch.tensor([encode(text)])
+        with torch.inference_mode():
+            output = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
+            )
+            all_logits = model(output).logits[0]
+        ids = output[0, prompt.shape[1] :]
+        logprobs = torch.log_softmax(all_logits[prompt.shape[1] - 1 : -1], dim=-1)
+        answers.append((ids.tolist(), logprobs.gather(1, ids[:, None])[:, 0].tolist()))
+        logits.append(all_logits[: prompt.shape[1]])
+    return answers, logits
+
+
+def _print_answers(_rank: int, runtime: Runtime, folders: list[str]) -> None:
+    print(json.dumps({Path(folder).name: asdict(collect(runtime, folder)) for folder in folders}))
+
+
+if __name__ == "__main__":
+    from tpu_tgi_server.runtime.select import select_runtime
+
+    chosen = select_runtime(Device(sys.argv[1]))
+    chosen.launch(_print_answers, (chosen, sys.argv[2:]))

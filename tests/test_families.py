@@ -1,0 +1,56 @@
+"""Every family answers as transformers does: ids, log-probabilities and all logits, on plain torch and on XLA."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.families import FAMILIES, PROMPT_LENS, WINDOW, expected, save_family
+from tests.servers import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    for name in FAMILIES:
+        save_family(name, root / name)
+    return {name: root / name for name in FAMILIES}
+
+
+@pytest.fixture(scope="module", params=["cpu", "xla-cpu"])
+def answers(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
+    """Of all families, from one process."""
+    command = [sys.executable, "-m", "tests.families", request.param, *map(str, folders.values())]
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_prompts_are_longer_than_the_window() -> None:
+    assert sum(length > WINDOW for length in PROMPT_LENS) > 1
+
+
+@pytest.mark.parametrize("way", ["alone", "batched", "joined"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_and_log_probabilities_are_those_of_generate(
+    answers: Any, folders: dict[str, Path], family: str, way: str
+) -> None:
+    for (ids, logprobs), (expected_ids, expected_logprobs) in zip(
+        answers[family][way], expected(folders[family])[0], strict=True
+    ):
+        assert ids == expected_ids
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_logits_are_those_of_forward(answers: Any, folders: dict[str, Path], family: str) -> None:
+    """After every token of every prompt, for the whole vocabulary."""
+    for found, logits in zip(answers[family]["logits"], expected(folders[family])[1], strict=True):
+        np.testing.assert_allclose(np.array(found), logits.numpy(), atol=1e-4 * float(logits.abs().max()), rtol=1e-4)
