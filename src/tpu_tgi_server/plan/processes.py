@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 
@@ -18,6 +19,11 @@ from tpu_tgi_server.plan.messages import Compiled, Traced, TraceRequest
 TRACE_ENVIRONMENT = {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
 COMPILE_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 """The second keeps libtpu from asking a cloud's metadata server which TPU this is."""
+
+LOCKED = "libtpu multi-process lockfile"
+"""In the message of a libtpu that found another one at work on this host."""
+MAX_WAIT_S = 600.0
+SECONDS_BETWEEN_TRIES = 2.0
 
 NO_COMPILER = "compiling for a TPU needs libtpu and jax: pip install 'tpu-tgi-server[plan]'"
 
@@ -52,7 +58,7 @@ def trace_graphs(request: TraceRequest) -> Traced:
 def compile_graphs(
     traced: Traced, chip: Chip, on_graph: Callable[[str, int, int], None]
 ) -> Mapping[str, Compiled | str]:
-    """Compile every module, one after the other, in a process of its own.
+    """Compile every module, one after the other, in a process of its own. Waits while another process uses libtpu.
 
     Args:
         traced: what to compile.
@@ -67,9 +73,13 @@ def compile_graphs(
     """
     check_compiler()
     results: dict[str, Compiled | str] = {}
+    deadline = time.monotonic() + MAX_WAIT_S
     while len(results) < len(traced.modules):
         remaining = {name: path for name, path in traced.modules.items() if name not in results}
         for name, result in zip(remaining, compile_in_order(traced, [*remaining.values()], chip), strict=False):
+            if isinstance(result, str) and LOCKED in result and time.monotonic() < deadline:
+                time.sleep(SECONDS_BETWEEN_TRIES)
+                break
             results[name] = result
             on_graph(name, len(results), len(traced.modules))
     return results

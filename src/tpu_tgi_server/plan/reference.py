@@ -1,8 +1,9 @@
-"""The least that a decode step must read, as a graph of its own: what the server's graph is measured against.
+"""What a decode step cannot do without reading, as a graph of its own: what the server's graph is measured against.
 
 A compiler's count of bytes includes what it carries into on-chip memory and out again, so a count means little alone.
 This graph streams the same weights through the same matrix products in the same order, and reads the same cache once.
-It has no norms, rotations, activations, masks, softmax or cache writes, and its result means nothing.
+It has no norms, rotations, activations, masks, softmax or cache writes, and its result means nothing. It is a yardstick
+and no minimum: the compiler may count more bytes for it than for the server's graph, see docs/plan.md.
 """
 
 from typing import Any
