@@ -1,6 +1,7 @@
 """Every family answers as transformers does: ids, log-probabilities and all logits, on plain torch and on XLA."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def answers(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
     """Of all families, from one process."""
     command = [sys.executable, "-m", "tests.families", request.param, *map(str, folders.values())]
-    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

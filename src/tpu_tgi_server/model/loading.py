@@ -69,7 +69,18 @@ def load_weights(
         raise OSError(f"{files.weights_folder} does not hold the weights of this model: {few(problems)}")
     model = model.eval().requires_grad_(False).to(runtime.device)  # what is no parameter
     model.tie_weights()  # torch_xla copies a shared weight twice on the move
+    hold_longrope(model)
     return model
+
+
+def hold_longrope(model: PreTrainedModel) -> None:
+    """Keep the frequencies of short sequences, which are the ones within the length that the server allows.
+
+    transformers would choose between the two sets in every step, for all sequences by the longest of them.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.rope_type = "default"
 
 
 def few(items: Sequence[str], num_named: int = 3) -> str:
