@@ -42,7 +42,7 @@ class Benchmark:
             "steps": self._steps,
             "host": self._host,
             "xla": lambda: iter(measure_graphs()),
-            "loading": lambda: iter(measure_loading(model)),
+            "loading": lambda: iter(measure_loading()),
         }
 
     def _streams(self) -> Iterator[Bar]:

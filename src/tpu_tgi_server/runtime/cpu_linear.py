@@ -77,10 +77,13 @@ def speed_up_linear(model: nn.Module) -> None:
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    for parent in list(model.modules()):
-        for name, layer in parent.named_children():
-            if type(layer) is nn.Linear:
-                setattr(parent, name, faster(layer, is_shared=uses[id(layer.weight)] > 1))
+    # no list holds a layer that is replaced, or all weights would be there twice
+    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
+        for name in [name for name, layer in parent.named_children() if type(layer) is nn.Linear]:
+            layer = parent.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            setattr(parent, name, faster(layer, is_shared=uses[id(layer.weight)] > 1))
+            del layer
 
 
 def faster(layer: nn.Linear, is_shared: bool) -> nn.Module:
