@@ -253,7 +253,8 @@ async def test_load_that_is_stuck_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_second_load_that_is_stuck_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(new_mailbox(Faults())) as mailbox:
-        monkeypatch.setattr(mailbox, "_settings", replace(mailbox._settings, load_timeout_s=0.1))
+        (replica,) = mailbox._replicas
+        monkeypatch.setattr(replica, "_settings", replace(replica._settings, load_timeout_s=0.1))
         agents()[0].kill()
         reason = await asyncio.wait_for(mailbox.failed, 20)
         assert "did not answer within 0.1 s" in reason
@@ -303,6 +304,6 @@ async def test_agent_that_cannot_be_replaced_is_the_end(monkeypatch: pytest.Monk
         def fail(*_arguments: object) -> None:
             raise OSError("no more processes")
 
-        monkeypatch.setattr("tpu_tgi_server.mailbox.root.AgentProcess", fail)
+        monkeypatch.setattr("tpu_tgi_server.mailbox.replica.AgentProcess", fail)
         agents()[0].kill()
         assert "no more processes" in await asyncio.wait_for(mailbox.failed, 10)
