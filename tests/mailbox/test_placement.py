@@ -67,6 +67,13 @@ def test_agents_that_are_not_there_get_nothing() -> None:
     assert {part.agent for part in enter(placement, 1, [1, 2, 3], [1])} == {1}
 
 
+def test_requests_that_may_not_wait_are_left_out_when_all_slots_are_taken() -> None:
+    placement = Placement([1, 2], MAX_TOTAL_TOKENS)
+    enter(placement, 1, [1], [0])
+    parts = placement.split(map(request, (2, 3, 4)), [0, 1], may_wait=False)
+    assert [(part.agent, [member.id for member in members]) for part, members in parts.items()] == [(1, [2, 3])]
+
+
 def test_id_that_lives_on_another_agent_is_refused() -> None:
     placement = Placement([1, 1], MAX_TOTAL_TOKENS)
     enter(placement, 1, [1], [0])

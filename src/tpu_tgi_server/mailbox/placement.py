@@ -81,12 +81,19 @@ class Placement:
             raise EngineError(ErrorKind.INVALID, f"batch {batch.id} is already live")
         check_batch(batch, self._residents.keys())
 
-    def split(self, requests: Iterable[Request], agents: Collection[int]) -> dict[Part, tuple[Request, ...]]:
-        """Each request to the agent with the most free slots, counting who runs and who waits. Enters nothing."""
+    def split(
+        self, requests: Iterable[Request], agents: Collection[int], may_wait: bool = True
+    ) -> dict[Part, tuple[Request, ...]]:
+        """Each request to the agent with the most free slots, counting who runs and who waits. Enters nothing.
+
+        Requests that would have to wait there are left out unless they may.
+        """
         num_free = {agent: self._num_slots[agent] - self._num_residents(agent) for agent in agents}
         chosen: dict[int, list[Request]] = {}
         for request in requests:
             emptiest = max(num_free, key=num_free.__getitem__)
+            if num_free[emptiest] <= 0 and not may_wait:
+                break
             num_free[emptiest] -= 1
             chosen.setdefault(emptiest, []).append(request)
         return {Part(agent, next(self._part_ids)): tuple(members) for agent, members in chosen.items()}

@@ -3,8 +3,8 @@
 Each request lives on one agent. A call goes at once to every agent that it concerns, and their answers become one.
 Calls are carried out one after the other, in the order in which they are made.
 
-The requests of an agent that dies move to the others with the next Decode, and begin anew there; what they have brought
-is not told twice. With no other agent alive, calls in flight fail, and all batches are unknown from then on.
+The requests of an agent that dies begin anew where there is a free slot, as part of a Decode; what they have brought is
+not told twice. With no other agent alive, calls in flight fail, and all batches are unknown from then on.
 """
 
 import asyncio
@@ -154,6 +154,8 @@ class RootMailbox:
     async def _move_homeless(self, batch_id: int) -> list[StepResult]:
         """Prefill the requests whose agents have died on living ones.
 
+        They do not queue there for a slot while an agent is being loaded, which will have many.
+
         Raises:
             AgentDiedError: one of them has brought nothing since it moved last, and may be what agents die of.
         """
@@ -164,9 +166,10 @@ class RootMailbox:
         if stuck is not None:
             await self._clear(batch_id)
             raise AgentDiedError(f"request {stuck.id} has lost two agents one after the other")
-        logger.warning("{} requests of a dead agent begin anew on another", len(homeless))
-        parts = self._placement.split(homeless, self._living())
+        is_any_loading = any(not replica.is_alive and not replica.failed.done() for replica in self._replicas)
+        parts = self._placement.split(homeless, self._living(), may_wait=not is_any_loading)
         for part, requests in parts.items():
+            logger.warning("{} requests of a dead agent begin anew on agent {}", len(requests), part.agent)
             self._placement.move(part, requests)
         results, deaths = await self._prefill_parts(parts)
         self._check_held(batch_id, deaths)
