@@ -134,27 +134,18 @@ def test_details_of_the_prompt_are_told_once() -> None:
     assert again == generation(1, 11)
 
 
-def test_request_that_brings_nothing_new_between_two_deaths_is_stuck() -> None:
-    placement = Placement([1, 1], MAX_TOTAL_TOKENS)
+@pytest.mark.parametrize("brought", [(10,), (10, 11)], ids=["nothing new", "something new"])
+def test_request_that_brings_nothing_new_between_three_deaths_is_stuck(brought: tuple[int, ...]) -> None:
+    placement = Placement([1, 1, 1], MAX_TOTAL_TOKENS)
     enter(placement, 1, [1], [0])
     placement.take(1, [generation(1, 10)])
-    placement.evict(0)
-    assert not placement.is_stuck(1)
-    moved(placement, 1, [1])
-    placement.take(1, [generation(1, 10)])
-    placement.evict(1)
-    assert placement.is_stuck(1)
-
-
-def test_request_that_went_on_between_two_deaths_is_not_stuck() -> None:
-    placement = Placement([1, 1], MAX_TOTAL_TOKENS)
-    enter(placement, 1, [1], [0])
-    placement.take(1, [generation(1, 10)])
-    placement.evict(0)
-    moved(placement, 1, [1])
-    placement.take(1, [generation(1, 10, 11)])
-    placement.evict(1)
-    assert not placement.is_stuck(1)
+    for agent in (0, 1):
+        placement.evict(agent)
+        assert not placement.is_stuck(1)
+        moved(placement, 1, [agent + 1])
+        placement.take(1, [generation(1, *brought)])
+    placement.evict(2)
+    assert placement.is_stuck(1) == (brought == (10,))
 
 
 @pytest.mark.parametrize(

@@ -290,17 +290,18 @@ async def test_with_the_last_agent_all_batches_are_lost() -> None:
         client.check()
 
 
-async def test_request_that_two_agents_have_died_of_is_given_up() -> None:
+async def test_request_that_three_agents_have_died_of_is_given_up() -> None:
     async with two_started() as (mailbox, client):
         await client.join(0, 0)
         await client.decode()
         await client.decode()
+        for number in (0, 1):
+            await kill(mailbox, number)
+            await client.decode()
+            assert homes(mailbox) == {0: 1 - number}
+            await until_all_alive(mailbox)
         await kill(mailbox, 0)
-        await client.decode()
-        assert homes(mailbox) == {0: 1}
-        await until_all_alive(mailbox)
-        await kill(mailbox, 1)
-        with pytest.raises(AgentDiedError, match="request 0 has lost two agents one after the other"):
+        with pytest.raises(AgentDiedError, match="request 0 has lost three agents in a row"):
             await client.decode()
         assert homes(mailbox) == {}
         assert mailbox.is_alive

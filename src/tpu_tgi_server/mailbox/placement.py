@@ -27,6 +27,9 @@ from tpu_tgi_server.engine.types import (
 )
 from tpu_tgi_server.engine.validation import check_batch
 
+MAX_MOVES_IN_VAIN = 2
+"""A request that moves more often without a new token would have lost three agents, and its neighbours with it."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -44,14 +47,14 @@ class Resident:
         part: None if it is homeless.
         tokens: id, and text without special tokens, of each token that the router has been given.
         num_repeated: how many tokens the present agent has brought.
-        num_at_last_move: how many tokens there were when it moved last.
+        num_moves_in_vain: how often it has moved since the last token that was new.
     """
 
     request: Request
     part: Part | None
     tokens: list[tuple[int, str]] = field(default_factory=list)
     num_repeated: int = 0
-    num_at_last_move: int | None = None
+    num_moves_in_vain: int = 0
 
 
 class Placement:
@@ -151,15 +154,15 @@ class Placement:
         return [resident.request for resident in members if resident.part is None]
 
     def is_stuck(self, request_id: int) -> bool:
-        """Whether a request has brought nothing new since it moved last: it may be what agents die of."""
-        resident = self._residents[request_id]
-        return resident.num_at_last_move == len(resident.tokens)
+        """Whether a request has brought nothing new from MAX_MOVES_IN_VAIN agents: it may be what they die of."""
+        return self._residents[request_id].num_moves_in_vain >= MAX_MOVES_IN_VAIN
 
     def move(self, part: Part, requests: Iterable[Request]) -> None:
         """Enter that homeless requests are to begin anew as a part of a living agent."""
         for request in requests:
             resident = self._residents[request.id]
-            resident.part, resident.num_repeated, resident.num_at_last_move = part, 0, len(resident.tokens)
+            resident.part, resident.num_repeated = part, 0
+            resident.num_moves_in_vain += 1
 
     def take(self, batch_id: int, generations: Iterable[Generation]) -> list[Generation]:
         """What is new of an agent's generations for a batch, entered as brought. Requests that end are forgotten."""
@@ -200,6 +203,7 @@ class Placement:
         tokens = new.tokens
         texts = ("" if is_special else text for text, is_special in zip(tokens.texts, tokens.is_special, strict=True))
         resident.tokens += zip(tokens.ids, texts, strict=True)
+        resident.num_moves_in_vain = 0
         return new
 
     def _forget(self, request_ids: Iterable[int]) -> None:

@@ -89,7 +89,7 @@ class AgentProcess:
     def listen_to_the_end(self) -> Never:
         """Find out why an agent has ended that nobody was talking to. Raises as `request` does."""
         while True:
-            self.receive(0)
+            self.receive(STOP_GRACE_S)  # its end of the connection may close a little later than the process ends
 
     def stop(self) -> None:
         """End the process: ask, then SIGTERM, then SIGKILL. Blocks for at most three times STOP_GRACE_S."""

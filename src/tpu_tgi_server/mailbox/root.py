@@ -157,7 +157,7 @@ class RootMailbox:
         They do not queue there for a slot while an agent is being loaded, which will have many.
 
         Raises:
-            AgentDiedError: one of them has brought nothing since it moved last, and may be what agents die of.
+            AgentDiedError: one of them has lost three agents in a row, and may be what they die of.
         """
         homeless = self._placement.homeless(batch_id)
         if not homeless:
@@ -165,7 +165,7 @@ class RootMailbox:
         stuck = next((request for request in homeless if self._placement.is_stuck(request.id)), None)
         if stuck is not None:
             await self._clear(batch_id)
-            raise AgentDiedError(f"request {stuck.id} has lost two agents one after the other")
+            raise AgentDiedError(f"request {stuck.id} has lost three agents in a row")
         is_any_loading = any(not replica.is_alive and not replica.failed.done() for replica in self._replicas)
         parts = self._placement.split(homeless, self._living(), may_wait=not is_any_loading)
         for part, requests in parts.items():
