@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Settings, resolve_device
+from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Parallel, Settings, resolve_device, settings_from
 
 
 @pytest.mark.parametrize(
     ("fields", "flag"),
     [
         ({"max_batch_size": 0}, "--max-batch-size"),
+        ({"replicas": 0}, "--replicas"),
+        ({"replicas": 2, "parallel": Parallel.TENSOR}, "--replicas"),
         ({"max_total_tokens": 1}, "--max-total-tokens"),
         ({"max_input_tokens": 0}, "--max-input-tokens"),
         ({"max_input_tokens": 64, "max_total_tokens": 64}, "--max-input-tokens"),
@@ -26,6 +28,23 @@ from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Settings, resol
 def test_bad_value_names_its_flag(fields: dict[str, Any], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         Settings("model", **fields)
+
+
+def test_environment_says_how_many_replicas_there_are() -> None:
+    settings = settings_from({"PARALLEL": "replica", "REPLICAS": "3"}, model_id="model")
+    assert (settings.parallel, settings.replicas) == (Parallel.REPLICA, 3)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "sentence"),
+    [
+        ("PARALLEL", "both", "PARALLEL must be auto or replica or tensor, not 'both'"),
+        ("REPLICAS", "two", "REPLICAS must be a whole number, not 'two'"),
+    ],
+)
+def test_bad_variable_is_named_with_what_it_must_be(variable: str, text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        settings_from({variable: text}, model_id="model")
 
 
 def test_longest_socket_path_is_taken() -> None:

@@ -50,6 +50,14 @@ class Quantize(StrEnum):
     INT8 = "int8"
 
 
+class Parallel(StrEnum):
+    """How several cores or chips share the work."""
+
+    AUTO = "auto"
+    REPLICA = "replica"
+    TENSOR = "tensor"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the operator asked for. `None` means: derive it from the model once its config is read.
@@ -68,6 +76,8 @@ class Settings:
     device: Device = Device.AUTO
     dtype: Dtype = Dtype.AUTO
     quantize: Quantize | None = None
+    parallel: Parallel = Parallel.AUTO
+    replicas: int | None = None
     max_batch_size: int = 8
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
@@ -85,6 +95,11 @@ class Settings:
     json_output: bool = False
 
     def __post_init__(self) -> None:
+        if self.replicas is not None:
+            if self.replicas < 1:
+                raise ValueError("--replicas must be at least 1")
+            if self.replicas > 1 and self.parallel is Parallel.TENSOR:
+                raise ValueError("--replicas and --parallel tensor exclude each other: choose one")
         if self.max_batch_size < 1:
             raise ValueError("--max-batch-size must be at least 1")
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
@@ -147,6 +162,8 @@ class Variable:
 
 
 VARIABLES = {
+    "parallel": Variable(("PARALLEL",), Parallel),
+    "replicas": Variable(("REPLICAS",), int),
     "max_batch_size": Variable(("MAX_BATCH_SIZE",), int),
     "max_total_tokens": Variable(("MAX_TOTAL_TOKENS",), int),
     "max_input_tokens": Variable(("MAX_INPUT_TOKENS",), int),
@@ -166,6 +183,8 @@ VARIABLES = {
 ONE_PROCESS = "one process drives all chips: start the launcher with --num-shard 1 and without --sharded"
 
 REFUSED_VARIABLES = {
+    "parallel": Variable(("PARALLEL",), Parallel),
+    "replicas": Variable(("REPLICAS",), int),
     "LORA_ADAPTERS": "LoRA adapters are not supported: merge the adapter into its model and serve that, "
     "without --lora-adapters",
     "ROPE_SCALING": "--rope-scaling is not supported: put the scaling into the model's config.json",
@@ -200,10 +219,16 @@ def _read(name: str, text: str, read: Callable[[str], object]) -> object:
     try:
         return read(text)
     except ValueError as error:
-        if read not in (int, float):
+        if read not in (int, float, Parallel):
             raise
-        kind = "a whole number" if read is int else "a number"
-        raise ValueError(f"{name} must be {kind}, not {text!r}") from error
+        raise ValueError(f"{name} must be {_kind(read)}, not {text!r}") from error
+
+
+def _kind(read: Callable[[str], object]) -> str:
+    """What a variable must be, in words."""
+    if isinstance(read, type) and issubclass(read, StrEnum):
+        return " or ".join(read)
+    return "a whole number" if read is int else "a number"
 
 
 def tidy_environment(environment: MutableMapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """How loading and warm-up look to whoever started the server: a bar on a terminal, elsewhere a log line a step."""
 
+import threading
 from collections.abc import Callable
 
 from loguru import logger
@@ -20,24 +21,33 @@ def log_progress(progress: Progress) -> None:
 
 
 class ProgressBars:
-    """Owns the bar that is on the terminal, one for each stage that begins."""
+    """Owns the bars that are on the terminal, one for each stage that has begun, until all of them are full."""
 
     def __init__(self) -> None:
-        self._bar: Bar | None = None
-        self._task = TaskID(0)
+        self._lock = threading.Lock()  # each agent reports from a thread of its own
+        self._bars: Bar | None = None
+        self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, progress: Progress) -> None:
-        if self._bar is None:
-            self._bar = Bar(
+        with self._lock:
+            self._show(progress)
+
+    def _show(self, progress: Progress) -> None:
+        if self._bars is None:
+            self._bars = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[step]}"),
             )
-            self._bar.start()
-            self._task = self._bar.add_task(progress.stage, total=progress.total, step="")
-        self._bar.update(self._task, completed=progress.done, step=progress.step)
-        if progress.done == progress.total:
-            self._bar.stop()
-            self._bar = None
+            self._bars.start()
+        if progress.stage not in self._tasks:
+            self._tasks[progress.stage] = self._bars.add_task(progress.stage, total=progress.total, step="")
+        self._bars.update(
+            self._tasks[progress.stage], completed=progress.done, total=progress.total, step=progress.step
+        )
+        if self._bars.finished:
+            self._bars.stop()
+            self._bars = None
+            self._tasks = {}

@@ -1,20 +1,15 @@
 """The root's mailbox with a real agent process, which follows a script."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
-import psutil
 import pytest
 
 from tests.mailbox import peers
+from tests.mailbox.mailboxes import agents, batch, new_mailbox, started, until, until_alive
 from tests.reference import encode
 from tests.scripted import Faults, arithmetic_id
-from tpu_tgi_server.config import Device, Settings
 from tpu_tgi_server.engine.types import (
     Batch,
     CachedBatch,
@@ -27,50 +22,6 @@ from tpu_tgi_server.engine.types import (
 )
 from tpu_tgi_server.mailbox.messages import Progress
 from tpu_tgi_server.mailbox.process import AgentDiedError
-from tpu_tgi_server.mailbox.root import RootMailbox
-
-SCRIPTED = "tests.scripted:load_scripted"
-
-
-def new_mailbox(faults: Faults, steps: list[Progress] | None = None, **given: Any) -> RootMailbox:
-    settings = replace(
-        Settings(json.dumps(asdict(faults)), device=Device.CPU, logger_level="ERROR", step_timeout_s=60.0), **given
-    )
-    seen: list[Progress] = [] if steps is None else steps
-    return RootMailbox(settings, seen.append, SCRIPTED)
-
-
-@asynccontextmanager
-async def started(mailbox: RootMailbox) -> AsyncIterator[RootMailbox]:
-    """A mailbox whose agent is ready, and gone afterwards."""
-    try:
-        await mailbox.start()
-        (agent,) = agents()
-        yield mailbox
-    finally:
-        await mailbox.close()
-    assert not agent.is_running()
-    assert agents() == []
-
-
-def agents() -> list[psutil.Process]:
-    """The living ones; a zombie has no command line."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def until_alive(mailbox: RootMailbox) -> None:
-    await until(lambda: mailbox.is_alive)
-
-
-def batch(batch_id: int, prompt: str = "prompt", new: int = 5) -> Batch:
-    return Batch(batch_id, (Request(batch_id, prompt, Stopping(new)),))
 
 
 async def test_commands_are_carried_out_in_the_order_they_are_given() -> None:
@@ -253,7 +204,8 @@ async def test_load_that_is_stuck_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_second_load_that_is_stuck_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(new_mailbox(Faults())) as mailbox:
-        monkeypatch.setattr(mailbox, "_settings", replace(mailbox._settings, load_timeout_s=0.1))
+        (replica,) = mailbox._replicas
+        monkeypatch.setattr(replica, "_settings", replace(replica._settings, load_timeout_s=0.1))
         agents()[0].kill()
         reason = await asyncio.wait_for(mailbox.failed, 20)
         assert "did not answer within 0.1 s" in reason
@@ -303,6 +255,6 @@ async def test_agent_that_cannot_be_replaced_is_the_end(monkeypatch: pytest.Monk
         def fail(*_arguments: object) -> None:
             raise OSError("no more processes")
 
-        monkeypatch.setattr("tpu_tgi_server.mailbox.root.AgentProcess", fail)
+        monkeypatch.setattr("tpu_tgi_server.mailbox.replica.AgentProcess", fail)
         agents()[0].kill()
         assert "no more processes" in await asyncio.wait_for(mailbox.failed, 10)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpu_tgi_server.config import VARIABLES, Device, Dtype, Settings
+from tpu_tgi_server.config import VARIABLES, Device, Dtype, Parallel, Settings
 
 
 def _setting(name: str, help: str, default: str | None = None) -> Any:
@@ -43,6 +43,14 @@ DtypeOption = Annotated[Dtype | None, _setting("dtype", "auto is bfloat16 on a T
 QuantizeOption = Annotated[
     str | None,
     _setting("quantize", "int8 keeps the weights of linear layers in one byte each. Others are refused.", "off"),
+]
+ParallelOption = Annotated[
+    Parallel | None,
+    _setting("parallel", "How several chips share the work: replica gives each a model of its own, tensor splits one."),
+]
+Replicas = Annotated[
+    int | None,
+    _setting("replicas", "How many models run side by side.", "every chip with --parallel replica, else 1"),
 ]
 MaxBatchSize = Annotated[
     int | None, _setting("max_batch_size", "Slots: how many requests run at once. More wait for a slot.")

@@ -12,6 +12,7 @@ from typing import Never
 
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.mailbox.messages import Broken, Command, Progress, Reply
+from tpu_tgi_server.mailbox.shares import Share
 
 STOP_GRACE_S = 2.0
 """How long an agent may take to end by itself, and again after SIGTERM, before it is killed."""
@@ -28,13 +29,15 @@ class AgentProcess:
     is a socket pair, which no other process can reach.
     """
 
-    def __init__(self, settings: Settings, loader: str, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, settings: Settings, loader: str, on_progress: Callable[[Progress], None], share: Share | None = None
+    ) -> None:
         self._on_progress = on_progress
         context = multiprocessing.get_context("spawn")
         self._connection: Connection
         self._connection, agent_end = context.Pipe(duplex=True)
         self._process = context.Process(
-            target=_run_agent, args=(settings, loader, agent_end), name="tpu-tgi-agent", daemon=True
+            target=_run_agent, args=(settings, loader, agent_end, share or {}), name="tpu-tgi-agent", daemon=True
         )
         self._process.start()
         agent_end.close()  # or its end would never read as closed
@@ -86,7 +89,7 @@ class AgentProcess:
     def listen_to_the_end(self) -> Never:
         """Find out why an agent has ended that nobody was talking to. Raises as `request` does."""
         while True:
-            self.receive(0)
+            self.receive(STOP_GRACE_S)  # its end of the connection may close a little later than the process ends
 
     def stop(self) -> None:
         """End the process: ask, then SIGTERM, then SIGKILL. Blocks for at most three times STOP_GRACE_S."""
@@ -128,8 +131,12 @@ class AgentProcess:
         return f"the agent was ended by signal {-code}" if code < 0 else f"the agent exited with status {code}"
 
 
-def _run_agent(settings: Settings, loader: str, connection: Connection) -> None:
-    """The agent's end is imported in the agent's process only: it brings torch and transformers with it."""
+def _run_agent(settings: Settings, loader: str, connection: Connection, share: Share) -> None:
+    """The agent's end is imported in the agent's process only: it brings torch and transformers with it.
+
+    They read the environment when they are loaded.
+    """
+    os.environ.update(share)
     from tpu_tgi_server.mailbox.agent import run_agent_process
 
     run_agent_process(settings, loader, connection)

@@ -1,0 +1,60 @@
+"""Mailboxes with real agent processes, which follow a script."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import psutil
+
+from tests.scripted import Faults
+from tpu_tgi_server.config import Device, Settings
+from tpu_tgi_server.engine.types import Batch, Request, Stopping
+from tpu_tgi_server.mailbox.messages import Progress
+from tpu_tgi_server.mailbox.root import RootMailbox
+
+SCRIPTED = "tests.scripted:load_scripted"
+
+
+def new_mailbox(faults: Faults, steps: list[Progress] | None = None, **given: Any) -> RootMailbox:
+    settings = replace(
+        Settings(json.dumps(asdict(faults)), device=Device.CPU, logger_level="ERROR", step_timeout_s=60.0), **given
+    )
+    seen: list[Progress] = [] if steps is None else steps
+    return RootMailbox(settings, seen.append, SCRIPTED)
+
+
+@asynccontextmanager
+async def started(mailbox: RootMailbox) -> AsyncIterator[RootMailbox]:
+    """A mailbox whose agents are ready, and gone afterwards."""
+    try:
+        await mailbox.start()
+        first = agents()
+        assert len(first) == len(mailbox._replicas)
+        yield mailbox
+    finally:
+        await mailbox.close()
+    assert not any(agent.is_running() for agent in first)
+    assert agents() == []
+
+
+def agents() -> list[psutil.Process]:
+    """The living ones; a zombie has no command line."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def until_alive(mailbox: RootMailbox) -> None:
+    await until(lambda: mailbox.is_alive)
+
+
+def batch(batch_id: int, prompt: str = "prompt", new: int = 5) -> Batch:
+    return Batch(batch_id, (Request(batch_id, prompt, Stopping(new)),))
