@@ -44,6 +44,14 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Parallel(StrEnum):
+    """How the cores of the host are used."""
+
+    AUTO = "auto"
+    REPLICA = "replica"
+    TENSOR = "tensor"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the operator asked for. `None` means: derive it from the model once its config is read.
@@ -61,6 +69,7 @@ class Settings:
     uds_path: Path = Path("/tmp/text-generation-server")
     device: Device = Device.AUTO
     dtype: Dtype = Dtype.AUTO
+    parallel: Parallel = Parallel.AUTO
     max_batch_size: int = 8
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
@@ -77,6 +86,8 @@ class Settings:
     json_output: bool = False
 
     def __post_init__(self) -> None:
+        if self.parallel is Parallel.TENSOR and self.device is Device.CPU:
+            raise ValueError("--parallel tensor needs --device tpu or xla-cpu: plain torch has one core")
         if self.max_batch_size < 1:
             raise ValueError("--max-batch-size must be at least 1")
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
@@ -116,6 +127,7 @@ class Variable:
 
 
 VARIABLES = {
+    "parallel": Variable(("PARALLEL",), Parallel),
     "max_batch_size": Variable(("MAX_BATCH_SIZE",), int),
     "max_total_tokens": Variable(("MAX_TOTAL_TOKENS",), int),
     "max_input_tokens": Variable(("MAX_INPUT_TOKENS",), int),
@@ -168,7 +180,8 @@ def _read(name: str, text: str, read: Callable[[str], object]) -> object:
     try:
         return read(text)
     except ValueError as error:
-        kind = "a whole number" if read is int else "a number"
+        kinds = {int: "a whole number", Parallel: f"one of {', '.join(Parallel)}"}
+        kind = kinds.get(read, "a number")
         raise ValueError(f"{name} must be {kind}, not {text!r}") from error
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tpu_tgi_server.config import VARIABLES, Device, Dtype, Settings
+from tpu_tgi_server.config import VARIABLES, Device, Dtype, Parallel, Settings
 
 
 def _setting(name: str, help: str, default: str | None = None) -> Any:
@@ -40,6 +40,14 @@ DeviceOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[Dtype | None, _setting("dtype", "auto is bfloat16 on a TPU and float32 elsewhere.")]
+ParallelOption = Annotated[
+    Parallel | None,
+    _setting(
+        "parallel",
+        "replica runs the whole model on every core, tensor spreads one model over all cores. "
+        "auto takes replica if the model fits one core.",
+    ),
+]
 MaxBatchSize = Annotated[
     int | None, _setting("max_batch_size", "Slots: how many requests run at once. More wait for a slot.")
 ]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from loguru import logger
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -10,8 +11,12 @@ from tpu_tgi_server.config import Dtype
 from tpu_tgi_server.model import attention
 from tpu_tgi_server.model.cache import StaticCacheXla
 from tpu_tgi_server.model.files import ModelFiles, needs_code
+from tpu_tgi_server.model.sharding import bytes_a_core, place_model
 from tpu_tgi_server.model.steps import DeviceSteps
 from tpu_tgi_server.runtime.interface import Runtime
+
+HEADS_AXIS = 1
+"""Of a layer's keys and values, [B, K, S, D]."""
 
 DTYPES = {
     Dtype.FLOAT32: torch.float32,
@@ -58,30 +63,30 @@ def load_weights(
         use_safetensors=True,
         generation_config=GenerationConfig(),  # the engine generates; or a file of it is looked for beside the weights
     )
-    model = model.eval().requires_grad_(False).to(runtime.device)
-    model.tie_weights()  # torch_xla copies a shared weight twice on the move
+    model = model.eval().requires_grad_(False)
+    place_model(model, runtime)
     return model
 
 
 def allocate_cache(
     config: PreTrainedConfig, num_slots: int, max_total_tokens: int, dtype: torch.dtype, runtime: Runtime
 ) -> StaticCacheXla:
-    """A cache of zeros on the device.
+    """A cache of zeros on the device, where each core has its part of the key/value heads.
 
     Raises:
         ValueError: it does not fit; the message says what would.
     """
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    check_cache_fits(
-        num_slots,
-        bytes_a_slot=2 * config.num_hidden_layers * num_heads * head_size * max_total_tokens * dtype.itemsize,
-        free_bytes=runtime.free_memory_bytes(),
-    )
+    slot_shape = (2 * config.num_hidden_layers, num_heads, max_total_tokens, head_size)
+    bytes_a_slot = bytes_a_core(slot_shape, dtype.itemsize, HEADS_AXIS, runtime.num_cores)
+    check_cache_fits(num_slots, bytes_a_slot, runtime.free_memory_bytes())
+    if runtime.num_cores > 1:
+        logger.info("{:.1f} MB of KV cache on each of {} cores", num_slots * bytes_a_slot / 1e6, runtime.num_cores)
     zeros = torch.zeros(num_slots, num_heads, max_total_tokens, head_size, dtype=dtype)
 
     def layers() -> list[torch.Tensor]:
-        return [runtime.to_device(zeros.clone()) for _ in range(config.num_hidden_layers)]
+        return [runtime.to_device(zeros.clone(), HEADS_AXIS) for _ in range(config.num_hidden_layers)]
 
     return StaticCacheXla(keys=layers(), values=layers())
 

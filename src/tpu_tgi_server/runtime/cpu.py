@@ -23,6 +23,7 @@ class CpuRuntime:
     device_type = "cpu"
     default_dtype = torch.float32
     device = torch.device("cpu")
+    num_cores = 1
 
     def launch(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Call `function` right here."""
@@ -32,9 +33,12 @@ class CpuRuntime:
         """The host's free memory."""
         return free_host_bytes()
 
-    def to_device(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor, split_axis: int | None = None) -> Tensor:  # noqa: ARG002 - there is one core
         """Already there."""
         return host
+
+    def gather(self, device: Tensor) -> None:
+        """Already there."""
 
     def to_host(self, device: Tensor) -> Tensor:
         """Already there."""

@@ -9,49 +9,82 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic
 
 import torch
+import torch_xla
 from torch import Tensor
 from torch_xla._dynamo.dynamo_bridge import extract_internal
 
 from tpu_tgi_server.runtime.interface import StepResultT
 
+OnResult = Callable[[Tensor], None]
+
 
 class ReplayedStep(Generic[StepResultT]):
     """Owns the graphs of one step: one for each combination of shapes and constants among its arguments."""
 
-    def __init__(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor]) -> None:
+    def __init__(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor], on_result: OnResult) -> None:
         self._step = step
         self._in_place = list(in_place)
-        self._graphs: dict[Hashable, Callable[..., Any]] = {}
+        self._on_result = on_result
+        self._graphs: dict[Hashable, Callable[..., list[Tensor]]] = {}
 
     def __call__(self, *arguments: Any) -> StepResultT:
         key = tuple(tuple(argument.shape) if isinstance(argument, Tensor) else argument for argument in arguments)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         with torch.no_grad():
             if key not in self._graphs:
-                self._graphs[key] = extract_internal(_TracedCall(self._step, arguments, self._in_place))
-            result: StepResultT = self._graphs[key](*tensors, *self._in_place)
-        return result
+                self._graphs[key] = self._trace(arguments)
+            outputs = self._graphs[key](*tensors, *self._in_place)
+        split = len(outputs) - len(self._in_place)
+        _replace(self._in_place, outputs[split:])
+        results = outputs[:split]
+        return results[0] if len(results) == 1 else tuple(results)  # type: ignore[return-value]
+
+    def _trace(self, arguments: Sequence[Any]) -> Callable[..., list[Tensor]]:
+        call = _TracedCall(self._step, arguments, self._in_place, self._on_result)
+        graph: Callable[..., list[Tensor]] = extract_internal(call)
+        _replace(self._in_place, call.before)
+        return graph
 
 
 class _TracedCall:
     """What `extract_internal` asks of a graph module: a function of `xla_args`, all of which are tensors.
 
     The tensors that are written in place are among them, marked as donors, so that the graph writes into their buffers.
-    Weights are not: the graph keeps hold of those that it meets.
+    They are among its results too. Left to itself, torch_xla 2.9 would copy the new values to them, which for a tensor
+    that is spread over several cores is an execution of its own, and would lose what they held when they were traced.
+    Weights are not among the arguments: the graph keeps hold of those that it meets.
+
+    Attributes:
+        before: what the tensors that are written in place held before the step was traced.
     """
 
-    def __init__(self, step: Callable[..., Any], arguments: Sequence[Any], in_place: Sequence[Tensor]) -> None:
+    def __init__(
+        self, step: Callable[..., Any], arguments: Sequence[Any], in_place: Sequence[Tensor], on_result: OnResult
+    ) -> None:
         self._step = step
         self._arguments = arguments
         self._in_place = in_place
+        self._on_result = on_result
         self.xla_args = [*(argument for argument in arguments if isinstance(argument, Tensor)), *in_place]
+        self.before: list[Tensor] = []
 
     def parameters(self) -> Iterator[Tensor]:
         """None besides `xla_args`."""
         return iter(())
 
-    def __call__(self, *_tensors: Tensor) -> Any:
+    def __call__(self, *_tensors: Tensor) -> list[Tensor]:
         """Trace the step; the tensors are those of `xla_args`."""
+        self.before = [torch.clone(tensor) for tensor in self._in_place]
         for tensor in self._in_place:
             torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
-        return self._step(*self._arguments)
+        result = self._step(*self._arguments)
+        results = [result] if isinstance(result, Tensor) else list(result)
+        for tensor in results:
+            self._on_result(tensor)
+        return [*results, *self._in_place]
+
+
+def _replace(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Give tensors the values of others, without a copy."""
+    for tensor, source in zip(tensors, sources, strict=True):
+        torch_xla._XLAC._replace_xla_tensor(tensor, source)
