@@ -20,7 +20,7 @@ ALLOWED_ABOVE = {"cli", "progress"}
 SHARED = {"config", "logs", "pb", "__init__"}
 
 OUTSIDE = {
-    "torch_xla": ["runtime/xla.py"],
+    "torch_xla": ["runtime/xla.py", "runtime/xla_mesh.py", "runtime/xla_replay.py"],
     "torch": ["model", "runtime"],
     "transformers": ["engine/tokenizer.py", "engine/loading.py", "model", "client/generate.py"],
     "grpc": ["service", "client"],

@@ -180,7 +180,7 @@ def _read(name: str, text: str, read: Callable[[str], object]) -> object:
     try:
         return read(text)
     except ValueError as error:
-        kinds = {int: "a whole number", Parallel: f"one of {', '.join(Parallel)}"}
+        kinds: dict[object, str] = {int: "a whole number", Parallel: f"one of {', '.join(Parallel)}"}
         kind = kinds.get(read, "a number")
         raise ValueError(f"{name} must be {kind}, not {text!r}") from error
 

@@ -110,11 +110,12 @@ def attend(
     """
     num_rows, num_heads, num_tokens, head_size = query.shape
     grouped = query.float().reshape(num_rows, keys.shape[1], -1, num_tokens, head_size) * scaling
-    scores = grouped @ keys.float().transpose(2, 3)[:, :, None]
+    # a product of matrices would fold [N, K, G] into one axis, and a split of the heads over cores would be lost
+    scores = torch.einsum("nkgtd,nkcd->nkgtc", grouped, keys.float())
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(torch.float32).min), dim=-1)
-    output = weights @ values.float()[:, :, None]
+    output = torch.einsum("nkgtc,nkcd->nkgtd", weights, values.float())
     return output.reshape(num_rows, num_heads, num_tokens, -1).transpose(1, 2).to(query.dtype)
 
 

@@ -1,8 +1,8 @@
 """Where each weight of a model goes when several cores share it: a pass over the unmodified model.
 
-transformers says for each family which weights are split by their outputs and which by their inputs (its tensor parallel
-plan). XLA's partitioner does the rest: it finds out where cores have to exchange what they computed, and pads what does
-not divide, so a split never changes a result.
+transformers says for each family which weights are split by their outputs and which by their inputs (its tensor
+parallel plan). XLA's partitioner does the rest: it finds out where cores have to exchange what they computed, and pads
+what does not divide, so a split never changes a result.
 """
 
 import re
@@ -80,12 +80,13 @@ def place_model(model: PreTrainedModel, runtime: Runtime) -> None:
     if runtime.num_cores > 1:
         gather_logits(model, runtime)
         if not model.tp_plan:
-            logger.warning("transformers has no plan for splitting {}: each core holds all weights", type(model).__name__)
+            family = type(model).__name__
+            logger.warning("transformers has no plan for splitting {}: each core holds all weights", family)
         logger.info("{:.1f} MB of weights on each of {} cores", placer.num_bytes_a_core / 1e6, runtime.num_cores)
 
 
 def gather_logits(model: PreTrainedModel, runtime: Runtime) -> None:
-    """Let every core have the logits of the whole vocabulary, so that all of them choose the same token as one would."""
+    """Let every core have the logits of the whole vocabulary: all choose the same token as one core would."""
 
     def gather(_module: nn.Module, _inputs: tuple[Tensor, ...], logits: Tensor) -> None:
         runtime.gather(logits)

@@ -28,9 +28,7 @@ class XlaRuntime:
     is_compiled = True
     device_type = "xla"
 
-    def __init__(
-        self, pjrt_device: str, compilation_cache: Path | None = None, has_all_cores: bool = False
-    ) -> None:
+    def __init__(self, pjrt_device: str, compilation_cache: Path | None = None, has_all_cores: bool = False) -> None:
         os.environ["PJRT_DEVICE"] = pjrt_device
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)

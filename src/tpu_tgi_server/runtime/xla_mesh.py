@@ -20,8 +20,8 @@ class CoreMesh:
     def mark(self, tensor: Tensor, split_axis: int | None) -> None:
         """Spread a tensor along an axis, or, without one, let every core have all of it.
 
-        Everything that comes from the host or goes there is marked: torch_xla 2.9 compiles a graph each time a tensor is
-        read that is not known to be whole on every core, and traces a step anew when the marks of its arguments change.
+        Everything that comes from the host or goes there is marked: torch_xla 2.9 compiles a graph each time a tensor
+        is read that is not known to be whole on every core, and traces a step anew when its arguments' marks change.
         """
         axis = None if split_axis is None else split_axis % tensor.dim()
         torch_xla._XLAC._xla_mark_sharding(tensor, self._sharding(tensor.dim(), axis))

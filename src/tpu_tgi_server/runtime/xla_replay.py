@@ -6,7 +6,7 @@ of which XLA's compilation was less than 1 s. So this hands the step straight to
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import torch
 import torch_xla
@@ -25,7 +25,7 @@ class ReplayedStep(Generic[StepResultT]):
         self._step = step
         self._in_place = list(in_place)
         self._on_result = on_result
-        self._graphs: dict[Hashable, Callable[..., list[Tensor]]] = {}
+        self._graphs: dict[Hashable, Callable[..., Any]] = {}
 
     def __call__(self, *arguments: Any) -> StepResultT:
         key = tuple(tuple(argument.shape) if isinstance(argument, Tensor) else argument for argument in arguments)
@@ -34,14 +34,15 @@ class ReplayedStep(Generic[StepResultT]):
             if key not in self._graphs:
                 self._graphs[key] = self._trace(arguments)
             outputs = self._graphs[key](*tensors, *self._in_place)
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         split = len(outputs) - len(self._in_place)
         _replace(self._in_place, outputs[split:])
-        results = outputs[:split]
-        return results[0] if len(results) == 1 else tuple(results)  # type: ignore[return-value]
+        result: Any = outputs[0] if split == 1 else tuple(outputs[:split])
+        return cast(StepResultT, result)
 
-    def _trace(self, arguments: Sequence[Any]) -> Callable[..., list[Tensor]]:
+    def _trace(self, arguments: Sequence[Any]) -> Callable[..., Any]:
         call = _TracedCall(self._step, arguments, self._in_place, self._on_result)
-        graph: Callable[..., list[Tensor]] = extract_internal(call)
+        graph: Callable[..., Any] = extract_internal(call)
         _replace(self._in_place, call.before)
         return graph
 
