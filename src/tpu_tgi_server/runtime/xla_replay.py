@@ -6,6 +6,7 @@ of which XLA's compilation was less than 1 s. So this hands the step straight to
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 import torch
@@ -25,7 +26,7 @@ class ReplayedStep(Generic[StepResultT]):
         self._step = step
         self._in_place = list(in_place)
         self._on_result = on_result
-        self._graphs: dict[Hashable, Callable[..., Any]] = {}
+        self._graphs: dict[Hashable, _Graph] = {}
 
     def __call__(self, *arguments: Any) -> StepResultT:
         key = tuple(tuple(argument.shape) if isinstance(argument, Tensor) else argument for argument in arguments)
@@ -33,18 +34,32 @@ class ReplayedStep(Generic[StepResultT]):
         with torch.no_grad():
             if key not in self._graphs:
                 self._graphs[key] = self._trace(arguments)
-            outputs = self._graphs[key](*tensors, *self._in_place)
+            graph = self._graphs[key]
+            outputs = graph.run(*tensors, *self._in_place)
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         split = len(outputs) - len(self._in_place)
-        _replace(self._in_place, outputs[split:])
+        _replace(graph.in_place, outputs[split:])
         result: Any = outputs[0] if split == 1 else tuple(outputs[:split])
         return cast(StepResultT, result)
 
-    def _trace(self, arguments: Sequence[Any]) -> Callable[..., Any]:
+    def _trace(self, arguments: Sequence[Any]) -> "_Graph":
         call = _TracedCall(self._step, arguments, self._in_place, self._on_result)
-        graph: Callable[..., Any] = extract_internal(call)
+        run = extract_internal(call)
         _replace(self._in_place, call.before)
-        return graph
+        return _Graph(run, call.in_place)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A compiled step.
+
+    Attributes:
+        run: takes the arguments and the tensors that are written in place; returns the results, and their new values.
+        in_place: the tensors that are written in place, in the order in which `run` returns them.
+    """
+
+    run: Callable[..., Any]
+    in_place: list[Tensor]
 
 
 class _TracedCall:
@@ -57,6 +72,9 @@ class _TracedCall:
 
     Attributes:
         before: what the tensors that are written in place held before the step was traced.
+        in_place: the tensors that are written in place, in the order of the graph's parameters. XLA gives the buffers
+            of donors of one shape to outputs of that shape in turn. In any other order each would be written into the
+            buffer of another, and all of them would be copied in every step.
     """
 
     def __init__(
@@ -64,8 +82,8 @@ class _TracedCall:
     ) -> None:
         self._step = step
         self._arguments = arguments
-        self._in_place = in_place
         self._on_result = on_result
+        self.in_place = list(in_place)
         self.xla_args = [*(argument for argument in arguments if isinstance(argument, Tensor)), *in_place]
         self.before: list[Tensor] = []
 
@@ -75,14 +93,17 @@ class _TracedCall:
 
     def __call__(self, *_tensors: Tensor) -> list[Tensor]:
         """Trace the step; the tensors are those of `xla_args`."""
-        self.before = [torch.clone(tensor) for tensor in self._in_place]
-        for tensor in self._in_place:
+        self.before = [torch.clone(tensor) for tensor in self.in_place]
+        for tensor in self.in_place:
             torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
+        ids = {id(tensor): torch_xla._XLAC._xla_get_tensor_id(tensor) for tensor in self.in_place}
         result = self._step(*self._arguments)
         results = [result] if isinstance(result, Tensor) else list(result)
         for tensor in results:
             self._on_result(tensor)
-        return [*results, *self._in_place]
+        parameter_ids, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([*results, *self.in_place])
+        self.in_place.sort(key=lambda tensor: parameter_ids.index(ids[id(tensor)]))
+        return [*results, *self.in_place]
 
 
 def _replace(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
