@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Settings, resolve_device
+from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Parallel, Settings, resolve_device, settings_from
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,19 @@ from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Settings, resol
         *(({"load_timeout_s": seconds}, "--load-timeout") for seconds in (0, -1.0, nan, inf, 1e10)),
         *(({"watermark_gamma": gamma}, "WATERMARK_GAMMA") for gamma in (0, 1, -0.5, 2, nan, inf, -inf)),
         *(({"watermark_delta": delta}, "WATERMARK_DELTA") for delta in (1e30, -1001, nan, inf, -inf)),
+        ({"parallel": Parallel.TENSOR, "device": Device.CPU}, "--parallel tensor needs --device tpu or xla-cpu"),
         ({"uds_path": Path("/tmp") / ("x" * 200)}, "--uds-path"),
     ],
 )
 def test_bad_value_names_its_flag(fields: dict[str, Any], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         Settings("model", **fields)
+
+
+def test_variable_that_is_no_word_of_its_choice_is_told_the_choice() -> None:
+    assert settings_from({"PARALLEL": "tensor"}, model_id="model").parallel is Parallel.TENSOR
+    with pytest.raises(ValueError, match="PARALLEL must be one of auto, replica, tensor, not 'pipeline'"):
+        settings_from({"PARALLEL": "pipeline"}, model_id="model")
 
 
 def test_longest_socket_path_is_taken() -> None:

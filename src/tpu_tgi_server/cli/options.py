@@ -44,8 +44,7 @@ ParallelOption = Annotated[
     Parallel | None,
     _setting(
         "parallel",
-        "replica runs the whole model on every core, tensor spreads one model over all cores. "
-        "auto takes replica if the model fits one core.",
+        "tensor spreads one model over all cores of the host. auto and replica: one core so far.",
     ),
 ]
 MaxBatchSize = Annotated[
