@@ -22,6 +22,7 @@ from tpu_tgi_server.config import MAX_SOCKET_PATH_BYTES, Device, Parallel, Setti
         *(({"load_timeout_s": seconds}, "--load-timeout") for seconds in (0, -1.0, nan, inf, 1e10)),
         *(({"watermark_gamma": gamma}, "WATERMARK_GAMMA") for gamma in (0, 1, -0.5, 2, nan, inf, -inf)),
         *(({"watermark_delta": delta}, "WATERMARK_DELTA") for delta in (1e30, -1001, nan, inf, -inf)),
+        ({"parallel": Parallel.TENSOR, "device": Device.CPU}, "--parallel tensor needs --device tpu or xla-cpu"),
         ({"uds_path": Path("/tmp") / ("x" * 200)}, "--uds-path"),
     ],
 )

@@ -1,6 +1,6 @@
 """Facts about compiled graphs, found in a process of its own:
 
-    python -m tests.xla_facts MODEL_FOLDER NUM_SLOTS NUM_REQUESTS
+    python -m tests.xla_facts MODEL_FOLDER NUM_SLOTS NUM_REQUESTS PARALLEL
 
 Prints one JSON object, see `Facts`.
 """
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from tests.driver import Driver, GeneratorStub, batch_of, new_request
 from tests.parameters import random_request
 from tests.reference import prompt_of_len
-from tpu_tgi_server.config import Device, Settings
+from tpu_tgi_server.config import Device, Parallel, Settings
 from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.engine.loading import load_generator
 from tpu_tgi_server.model import buckets
@@ -66,9 +66,10 @@ def step_facts(generator: Generator, *requests: pb.Request) -> StepFacts:
 
     def counts() -> list[int]:
         xm.wait_device_ops()
-        names = ("ExecuteTime", "TransferToDeviceTime", "TransferFromDeviceTime")
+        names = ("ExecuteTime", "ExecuteReplicatedTime", "TransferToDeviceTime", "TransferFromDeviceTime")
         data = [metrics.metric_data(name) for name in names]
-        return [int(samples[0]) if samples else 0 for samples in data]
+        on_one, on_all, *transfers = [int(samples[0]) if samples else 0 for samples in data]
+        return [on_one + on_all, *transfers]
 
     driver = Driver(GeneratorStub(generator))
     running = driver.decode(batch_of(driver.prefill(1, *requests)))
@@ -145,8 +146,8 @@ def run(_rank: int, runtime: Runtime, folder: str, num_slots: int, num_requests:
     print(json.dumps(asdict(collect(runtime, folder, num_slots, num_requests))))
 
 
-def main(folder: str, num_slots: str, num_requests: str) -> None:
-    runtime = select_runtime(Device.XLA_CPU)
+def main(folder: str, num_slots: str, num_requests: str, parallel: str) -> None:
+    runtime = select_runtime(Device.XLA_CPU, parallel=Parallel(parallel))
     runtime.launch(run, (runtime, folder, int(num_slots), int(num_requests)))
 
 

@@ -100,6 +100,8 @@ class Settings:
                 raise ValueError("--replicas must be at least 1")
             if self.replicas > 1 and self.parallel is Parallel.TENSOR:
                 raise ValueError("--replicas and --parallel tensor exclude each other: choose one")
+        if self.parallel is Parallel.TENSOR and self.device is Device.CPU:
+            raise ValueError("--parallel tensor needs --device tpu or xla-cpu: plain torch has one core")
         if self.max_batch_size < 1:
             raise ValueError("--max-batch-size must be at least 1")
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
@@ -183,7 +185,6 @@ VARIABLES = {
 ONE_PROCESS = "one process drives all chips: start the launcher with --num-shard 1 and without --sharded"
 
 REFUSED_VARIABLES = {
-    "parallel": Variable(("PARALLEL",), Parallel),
     "replicas": Variable(("REPLICAS",), int),
     "LORA_ADAPTERS": "LoRA adapters are not supported: merge the adapter into its model and serve that, "
     "without --lora-adapters",

@@ -157,7 +157,7 @@ async def test_three_deaths_in_a_row_are_the_end() -> None:
             with pytest.raises(AgentDiedError):
                 await mailbox.decode((CachedBatch(1, (1,), 0),))
         reason = await asyncio.wait_for(mailbox.failed, 5)
-        assert "a step ahead failed: RuntimeError in scripted.py" in reason
+        assert "failed: RuntimeError in scripted.py" in reason
 
 
 async def test_failed_step_fails_its_call_with_the_reason() -> None:

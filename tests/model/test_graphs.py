@@ -21,8 +21,8 @@ def facts(tiny_model_folder: Path) -> dict[int, Facts]:
     return {slots: collect_in_process(tiny_model_folder, slots, requests) for slots, requests in num_requests.items()}
 
 
-def collect_in_process(folder: Path, num_slots: int, num_requests: int) -> Facts:
-    command = [sys.executable, "-m", "tests.xla_facts", str(folder), str(num_slots), str(num_requests)]
+def collect_in_process(folder: Path, num_slots: int, num_requests: int, parallel: str = "auto") -> Facts:
+    command = [sys.executable, "-m", "tests.xla_facts", str(folder), str(num_slots), str(num_requests), parallel]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr

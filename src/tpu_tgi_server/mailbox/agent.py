@@ -64,7 +64,7 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
     try:
-        runtime = select_runtime(settings.device, settings.compilation_cache)
+        runtime = select_runtime(settings.device, settings.compilation_cache, settings.parallel)
         runtime.launch(_run_agent, (settings, loader, runtime, connection, commands))
     except BrokenPipeError:
         sys.exit(1)  # the root is gone

@@ -115,12 +115,14 @@ def attend(
     num_side_by_side = keys.shape[-1] // head_size
     num_kv_heads = keys.shape[1] * num_side_by_side
     grouped = (query.float() * scaling).reshape(num_rows, num_kv_heads, -1, head_size)
-    products = spread(grouped, num_side_by_side) @ keys.float().mT
+    # a product of matrices would fold [N, K] into one axis, and a split of the heads over cores would be lost
+    products = torch.einsum("nkrd,nkcd->nkrc", spread(grouped, num_side_by_side), keys.float())
     scores = products.reshape(num_rows, num_kv_heads, -1, num_tokens, keys.shape[2])
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(torch.float32).min), dim=-1)
-    output = gather(weights.reshape(products.shape) @ values.float(), num_side_by_side)
+    sums = torch.einsum("nkrc,nkcd->nkrd", weights.reshape(products.shape), values.float())
+    output = gather(sums, num_side_by_side)
     return output.reshape(num_rows, num_heads, num_tokens, head_size).transpose(1, 2).to(query.dtype)
 
 

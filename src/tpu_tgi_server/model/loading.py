@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from loguru import logger
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -13,10 +14,14 @@ from tpu_tgi_server.model.architecture import find_model_class, load_config
 from tpu_tgi_server.model.cache import StaticCacheXla, heads_a_row
 from tpu_tgi_server.model.files import ModelFiles, weight_paths
 from tpu_tgi_server.model.probe import reason_against
+from tpu_tgi_server.model.sharding import WeightPlacer, bytes_a_core, share_out
 from tpu_tgi_server.model.steps import DeviceSteps
 from tpu_tgi_server.model.streaming import Stream, open_weights
 from tpu_tgi_server.runtime.host_memory import freed_blocks_are_returned
 from tpu_tgi_server.runtime.interface import Runtime
+
+HEADS_AXIS = 1
+"""Of a layer's keys and values, [B, K, S, D]."""
 
 DTYPES = {
     Dtype.FLOAT32: torch.float32,
@@ -43,7 +48,8 @@ def load_weights(
     attention.register()
     disable_progress_bar()  # it would write to stderr; loading reports its own stages
     experts.register()
-    stream = Stream(to_device=lambda tensor: runtime.to_device(tensor))
+    placer = WeightPlacer(runtime)
+    stream = Stream(to_device=placer.place)
     if quantize is Quantize.INT8:
         stream = replace(stream, prepare=int8.replace_linears, transform=int8.quantize_parameter)
     config = load_config(files.folder, trust_remote_code)
@@ -67,8 +73,8 @@ def load_weights(
     missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     if problems := stream.misfits or missing:
         raise OSError(f"{files.weights_folder} does not hold the weights of this model: {few(problems)}")
-    model = model.eval().requires_grad_(False).to(runtime.device)  # what is no parameter
-    model.tie_weights()  # torch_xla copies a shared weight twice on the move
+    model = model.eval().requires_grad_(False)
+    share_out(model, placer)
     hold_longrope(model)
     return model
 
@@ -91,23 +97,25 @@ def few(items: Sequence[str], num_named: int = 3) -> str:
 def allocate_cache(
     config: PreTrainedConfig, num_slots: int, max_total_tokens: int, dtype: torch.dtype, runtime: Runtime
 ) -> StaticCacheXla:
-    """A cache of zeros on the device.
+    """A cache of zeros on the device, where each core has its part of the key/value heads.
 
     Raises:
         ValueError: it does not fit; the message says what would.
     """
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    check_cache_fits(
-        num_slots,
-        bytes_a_slot=2 * config.num_hidden_layers * num_heads * head_size * max_total_tokens * dtype.itemsize,
-        free_bytes=runtime.free_memory_bytes(),
-    )
-    num_side_by_side = heads_a_row(num_heads, head_size) if runtime.is_compiled else 1
+    slot_shape = (2 * config.num_hidden_layers, num_heads, max_total_tokens, head_size)
+    bytes_a_slot = bytes_a_core(slot_shape, dtype.itemsize, HEADS_AXIS, runtime.num_cores)
+    check_cache_fits(num_slots, bytes_a_slot, runtime.free_memory_bytes())
+    if runtime.num_cores > 1:
+        logger.info("{:.1f} MB of KV cache on each of {} cores", num_slots * bytes_a_slot / 1e6, runtime.num_cores)
+    is_one_core = runtime.is_compiled and runtime.num_cores == 1  # several share the heads, so each has its own row
+    num_side_by_side = heads_a_row(num_heads, head_size) if is_one_core else 1
     shape = (num_slots, num_heads // num_side_by_side, max_total_tokens, num_side_by_side * head_size)
 
     def layers() -> list[torch.Tensor]:
-        return [runtime.to_device(torch.zeros(shape, dtype=dtype)) for _ in range(config.num_hidden_layers)]
+        zeros = (torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers))
+        return [runtime.to_device(layer, HEADS_AXIS) for layer in zeros]
 
     return StaticCacheXla(keys=layers(), values=layers())
 

@@ -44,13 +44,13 @@ class Stream(QuantizationConfigMixin):  # type: ignore[misc]
     """What is done with every parameter; the form in which transformers hands it to `StreamQuantizer`.
 
     Attributes:
-        to_device: copies a tensor to the device.
+        to_device: copies a tensor of the model to the device, by its name.
         prepare: changes the model's modules before they have weights.
         transform: from the name and value of a parameter to all that is stored for it, by name.
         misfits: what is wrong with the weights, a phrase each.
     """
 
-    to_device: Callable[[Tensor], Tensor]
+    to_device: Callable[[PreTrainedModel, str, Tensor], Tensor]
     prepare: Callable[[PreTrainedModel], None] = lambda _: None
     transform: Callable[[PreTrainedModel, str, Tensor], dict[str, Tensor]] = lambda _, name, value: {name: value}
     misfits: list[str] = field(default_factory=list)
@@ -62,7 +62,8 @@ class Stream(QuantizationConfigMixin):  # type: ignore[misc]
         if value.shape != expected:
             self.misfits.append(f"{name} is {list(value.shape)} and should be {list(expected)}")
             return {}
-        return {name: self.to_device(tensor) for name, tensor in self.transform(model, name, value).items()}
+        stored = self.transform(model, name, value)
+        return {name: self.to_device(model, name, tensor) for name, tensor in stored.items()}
 
 
 @register_quantizer(METHOD)

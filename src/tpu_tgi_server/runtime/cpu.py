@@ -24,6 +24,7 @@ class CpuRuntime:
     device_type = "cpu"
     default_dtype = torch.float32
     device = torch.device("cpu")
+    num_cores = 1
 
     def launch(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Call `function` right here."""
@@ -37,9 +38,12 @@ class CpuRuntime:
         """Replace linear layers, see `cpu_linear`."""
         speed_up_linear(model)
 
-    def to_device(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor, split_axis: int | None = None) -> Tensor:  # noqa: ARG002 - there is one core
         """Already there."""
         return host
+
+    def gather(self, device: Tensor) -> None:
+        """Already there."""
 
     def to_host(self, device: Tensor) -> Tensor:
         """Already there."""

@@ -10,7 +10,11 @@ StepResultT = TypeVar("StepResultT")
 
 
 class Runtime(Protocol):
-    """One device of one process, once it is entered."""
+    """One device of one process, once it is entered.
+
+    The device may have several cores. Then a tensor is spread over them along one of its axes, or each of them has all
+    of it. Steps are written as if there were one core, and the result is the same.
+    """
 
     @property
     def device_type(self) -> str:
@@ -30,20 +34,35 @@ class Runtime(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def num_cores(self) -> int:
+        """Over how many cores a tensor can be spread."""
+        ...
+
     def launch(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Call `function(rank, *arguments)` in the place where the device may be used, and wait for its end."""
         ...
 
     def free_memory_bytes(self) -> int | None:
-        """How much the device can still hold; None if it does not say."""
+        """How much each core can still hold; None if it is not known."""
         ...
 
     def tune(self, model: torch.nn.Module) -> None:
         """Make a loaded model faster here, in place, without changing what it computes."""
         ...
 
-    def to_device(self, host: Tensor) -> Tensor:
-        """Copy to the device without compiling anything."""
+    def to_device(self, host: Tensor, split_axis: int | None = None) -> Tensor:
+        """Copy to the device without compiling anything.
+
+        Args:
+            host: a tensor of any shape.
+            split_axis: the axis along which each core gets its part; None if each core gets everything. The parts of
+                the last cores are padded, where the size does not divide, and no step sees the padding.
+        """
+        ...
+
+    def gather(self, device: Tensor) -> None:
+        """In a step: let every core have all of a tensor from here on."""
         ...
 
     def to_host(self, device: Tensor) -> Tensor:
@@ -53,10 +72,11 @@ class Runtime(Protocol):
     def prepare(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor]) -> Callable[..., StepResultT]:
         """A step in the form in which it is to be called: where graphs are compiled, one for all that is not a tensor.
 
-        A call starts the step, after those started before, and need not wait for it: its results stay on the device.
+        A call starts the step, after those started before, and need not wait for it: its results stay on the device,
+        where every core has all of them.
 
         Args:
-            step: a function of tensors and constants, written as plain torch.
+            step: a function of tensors and constants that returns one or several tensors, written as plain torch.
             in_place: the tensors on the device that it writes, besides its arguments. They are never copied.
         """
         ...

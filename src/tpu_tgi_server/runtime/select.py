@@ -3,17 +3,20 @@
 import os
 from pathlib import Path
 
-from tpu_tgi_server.config import Device
+from tpu_tgi_server.config import Device, Parallel
 from tpu_tgi_server.runtime.cpu import CpuRuntime
 from tpu_tgi_server.runtime.interface import Runtime
 
 
-def select_runtime(device: Device, compilation_cache: Path | None = None) -> Runtime:
+def select_runtime(
+    device: Device, compilation_cache: Path | None = None, parallel: Parallel = Parallel.AUTO
+) -> Runtime:
     """The runtime for a device that is not `auto` any more.
 
     Args:
         device: where the model runs.
         compilation_cache: where compiled graphs are kept; None for the default of the device.
+        parallel: `tensor` for all cores of the host together, anything else for one core.
 
     Raises:
         ValueError: torch_xla is needed and not installed, or `device` is still `auto`.
@@ -27,6 +30,7 @@ def select_runtime(device: Device, compilation_cache: Path | None = None) -> Run
         from tpu_tgi_server.runtime.xla import XlaRuntime
     except ImportError as error:
         raise ValueError(f"--device {device} needs torch_xla 2.9, which is not usable here: {error}") from error
+    has_all_cores = parallel is Parallel.TENSOR
     if device is Device.TPU:
-        return XlaRuntime("TPU", compilation_cache or Path.home() / ".cache/tpu-tgi-server")
-    return XlaRuntime("CPU", compilation_cache)
+        return XlaRuntime("TPU", compilation_cache or Path.home() / ".cache/tpu-tgi-server", has_all_cores)
+    return XlaRuntime("CPU", compilation_cache, has_all_cores)

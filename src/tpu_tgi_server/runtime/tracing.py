@@ -60,12 +60,20 @@ class TracingRuntime:
     def free_memory_bytes(self) -> None:
         """Unknown: what fits is for the TPU's compiler to say."""
 
-    def to_device(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor, split_axis: int | None = None) -> Tensor:  # noqa: ARG002 - there is one core
         """Lend the host's pages to XLA: pages of a tensor that nobody has written to take no memory."""
         if host.nbytes < MIN_PLACEHOLDER_BYTES or host.data_ptr() % ALIGNMENT_BYTES:
             return host.to(self.device)
         placeholder: Tensor = from_dlpack(host)
         return placeholder
+
+    @property
+    def num_cores(self) -> int:
+        """A plan is for one core."""
+        return 1
+
+    def gather(self, device: Tensor) -> None:
+        """One core has everything."""
 
     def tune(self, model: torch.nn.Module) -> None:
         """Nothing to do, as on a TPU."""

@@ -16,11 +16,12 @@ from loguru import logger
 from torch import Tensor
 
 from tpu_tgi_server.runtime.interface import StepResultT
+from tpu_tgi_server.runtime.xla_mesh import CoreMesh
 from tpu_tgi_server.runtime.xla_replay import ReplayedStep
 
 
 class XlaRuntime:
-    """Owns the process's choice of PJRT device.
+    """Owns the process's choice of PJRT device, one core of it or all.
 
     Importing this module touches no device; `device` does, so it may only be used inside `launch`.
     """
@@ -28,11 +29,13 @@ class XlaRuntime:
     is_compiled = True
     device_type = "xla"
 
-    def __init__(self, pjrt_device: str, compilation_cache: Path | None = None) -> None:
+    def __init__(self, pjrt_device: str, compilation_cache: Path | None = None, has_all_cores: bool = False) -> None:
         os.environ["PJRT_DEVICE"] = pjrt_device
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)
         self._is_tpu = pjrt_device == "TPU"
+        self._has_all_cores = has_all_cores
+        self._mesh: CoreMesh | None = None
         self.default_dtype = torch.bfloat16 if pjrt_device == "TPU" else torch.float32
 
     @property
@@ -41,15 +44,20 @@ class XlaRuntime:
         return device
 
     def launch(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Call `function` in this process, pinned to one chip.
+        """Call `function` in this process, with all cores or pinned to one chip.
 
         With nprocs=1 `xmp.spawn` starts no process: it sets the one-chip topology and calls.
         """
-        xmp.spawn(function, args=arguments, nprocs=1)
+        if not self._has_all_cores:
+            xmp.spawn(function, args=arguments, nprocs=1)
+            return
+        xr.use_spmd()  # before the first tensor
+        self._mesh = CoreMesh(xr.global_runtime_device_count())
+        function(0, *arguments)
 
     def free_memory_bytes(self) -> int | None:
-        """What the chip reports; XLA's CPU client reports nothing."""
-        if not self._is_tpu:
+        """What the chip reports; XLA's CPU client reports nothing, nor does torch_xla 2.9 for all cores together."""
+        if not self._is_tpu or self._has_all_cores:
             return None
         memory = xm.get_memory_info()
         return int(memory["bytes_limit"]) - int(memory["bytes_used"])
@@ -57,9 +65,21 @@ class XlaRuntime:
     def tune(self, model: torch.nn.Module) -> None:
         """Nothing to do: XLA lays weights out itself."""
 
-    def to_device(self, host: Tensor) -> Tensor:
+    @property
+    def num_cores(self) -> int:
+        return 1 if self._mesh is None else self._mesh.num_cores
+
+    def to_device(self, host: Tensor, split_axis: int | None = None) -> Tensor:
         """A transfer. (`torch.zeros(..., device=xla)` would compile a graph for each shape.)"""
-        return host.to(self.device)
+        tensor = host.to(self.device)
+        if self._mesh is not None:
+            self._mesh.mark(tensor, split_axis)  # nothing has travelled so far; now each core gets its part
+        return tensor
+
+    def gather(self, device: Tensor) -> None:
+        """A note in the graph."""
+        if self._mesh is not None:
+            self._mesh.mark(device, None)
 
     def to_host(self, device: Tensor) -> Tensor:
         """Wait for the device, and transfer."""
@@ -67,7 +87,7 @@ class XlaRuntime:
 
     def prepare(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor]) -> Callable[..., StepResultT]:
         """See `ReplayedStep`."""
-        return ReplayedStep(step, in_place)
+        return ReplayedStep(step, in_place, on_result=self.gather)
 
     def num_compilations(self) -> int:
         """The counter of torch_xla's own metrics."""

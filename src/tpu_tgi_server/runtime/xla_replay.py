@@ -2,56 +2,118 @@
 
 Without this, torch_xla traces a step anew each time, which takes longer than a TPU needs to run it.
 `torch.compile(backend="openxla")` replays too, but takes seconds a graph for its own tracing: here two layers took 4 s,
-of which XLA's compilation was less than 1 s. So this hands the step straight to the function that the backend ends in.
+of which XLA's compilation was less than 1 s. So this does what the backend ends in (`extract_internal` in torch_xla
+2.9's `_dynamo/dynamo_bridge.py`), except for tensors that are written in place: the bridge copies new values to them,
+which for a tensor that is spread over several cores is an execution of its own, and loses what they held before.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, cast
 
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 from torch import Tensor
-from torch_xla._dynamo.dynamo_bridge import extract_internal
+from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
 
 from tpu_tgi_server.runtime.interface import StepResultT
 
+OnResult = Callable[[Tensor], None]
+
 
 class ReplayedStep(Generic[StepResultT]):
-    """Owns the graphs of one step: one for each combination of shapes and constants among its arguments."""
+    """Owns the graphs of one step: one for each combination of shapes and constants among its arguments.
 
-    def __init__(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor]) -> None:
+    Args:
+        step: a function of tensors and constants that returns one or several tensors.
+        in_place: the tensors that it writes in place.
+        on_result: called with each result while the step is traced.
+    """
+
+    def __init__(self, step: Callable[..., StepResultT], in_place: Sequence[Tensor], on_result: OnResult) -> None:
         self._step = step
         self._in_place = list(in_place)
-        self._graphs: dict[Hashable, Callable[..., Any]] = {}
+        self._on_result = on_result
+        self._graphs: dict[Hashable, _Graph] = {}
 
     def __call__(self, *arguments: Any) -> StepResultT:
         key = tuple(tuple(argument.shape) if isinstance(argument, Tensor) else argument for argument in arguments)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        with torch.no_grad():
-            if key not in self._graphs:
-                self._graphs[key] = extract_internal(_TracedCall(self._step, arguments, self._in_place))
-            result: StepResultT = self._graphs[key](*tensors, *self._in_place)
-        return result
+        if key not in self._graphs:
+            with torch.no_grad():
+                self._graphs[key] = self._trace(arguments, tensors)
+        results = self._graphs[key].run([*tensors, *self._in_place])
+        return cast(StepResultT, results[0] if len(results) == 1 else tuple(results))
 
-
-class _TracedCall:
-    """What `extract_internal` asks of a graph module: a function of `xla_args`, all of which are tensors.
-
-    The tensors that are written in place are among them, marked as donors, so that the graph writes into their buffers.
-    Weights are not: the graph keeps hold of those that it meets.
-    """
-
-    def __init__(self, step: Callable[..., Any], arguments: Sequence[Any], in_place: Sequence[Tensor]) -> None:
-        self._step = step
-        self._arguments = arguments
-        self._in_place = in_place
-        self.xla_args = [*(argument for argument in arguments if isinstance(argument, Tensor)), *in_place]
-
-    def parameters(self) -> Iterator[Tensor]:
-        """None besides `xla_args`."""
-        return iter(())
-
-    def __call__(self, *_tensors: Tensor) -> Any:
-        """Trace the step; the tensors are those of `xla_args`."""
+    def _trace(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> "_Graph":
+        torch_xla.sync(reset_scope=False)  # or the graph would begin with what is still to be computed
+        before = [torch.clone(tensor) for tensor in self._in_place]
+        xm.wait_device_ops()
+        handles = torch_xla._XLAC._get_tensors_handle([*tensors, *self._in_place])
         for tensor in self._in_place:
             torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
-        return self._step(*self._arguments)
+        result = self._step(*arguments)
+        results = [result] if isinstance(result, Tensor) else list(cast(Sequence[Tensor], result))
+        for tensor in results:
+            self._on_result(tensor)
+        graph = _compile(results, self._in_place, handles)
+        _replace(self._in_place, before)
+        torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+        return graph
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A compiled step.
+
+    Attributes:
+        hash: its name in torch_xla's cache.
+        inputs: for each parameter the index of an argument, or a tensor that never changes, such as a weight.
+        in_place: the tensors that are written in place, in the order in which the graph returns them.
+    """
+
+    hash: Any
+    inputs: list[int | Tensor]
+    in_place: list[Tensor]
+
+    def run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Start the graph with tensors that are on the device; its results."""
+        inputs = [arguments[source] if isinstance(source, int) else source for source in self.inputs]
+        outputs = torch_xla._XLAC._run_cached_graph(self.hash, inputs)
+        split = len(outputs) - len(self.in_place)
+        _replace(self.in_place, outputs[split:])
+        results: list[Tensor] = outputs[:split]
+        return results
+
+
+def _compile(results: Sequence[Tensor], in_place: Sequence[Tensor], argument_handles: Sequence[int]) -> _Graph:
+    """Compile what leads to some tensors.
+
+    XLA gives the buffers of donors of one shape to outputs of that shape in turn. So the outputs go in the order of the
+    parameters: in any other, each would be written into the buffer of another, and be copied in every step.
+
+    Args:
+        results: what the graph returns.
+        in_place: what it writes in place.
+        argument_handles: the buffers of all arguments, the last of which are those of `in_place`. The bridge goes by
+            torch_xla's numbers of tensors, but with several cores those of buffers that two graphs meet get lost.
+    """
+    _, parameters = torch_xla._XLAC._get_tensors_xla_device_data_node([*results, *in_place])
+    handles = torch_xla._XLAC._get_tensors_handle(parameters)
+    sources = {handle: index for index, handle in enumerate(argument_handles)}
+    ranks = {handle: rank for rank, handle in enumerate(handles)}
+    order = sorted(range(len(in_place)), key=lambda index: ranks[argument_handles[index - len(in_place)]])
+    ordered = [in_place[index] for index in order]
+    outputs = [*results, *ordered]
+    with alias_with_buffer_donor_config():
+        hash = torch_xla._XLAC._get_graph_hash(outputs)
+        torch_xla._XLAC._xla_warm_up_cache(outputs, [])
+    inputs = [sources.get(handle, value) for handle, value in zip(handles, parameters, strict=True)]
+    return _Graph(hash, inputs, ordered)
+
+
+def _replace(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Give tensors the values of others, without a copy."""
+    for tensor, source in zip(tensors, sources, strict=True):
+        torch_xla._XLAC._replace_xla_tensor(tensor, source)
