@@ -26,8 +26,10 @@ def dev_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("parallel", Parallel)
-@pytest.mark.parametrize("device", [Device.CPU, Device.XLA_CPU])
+@pytest.mark.parametrize(
+    ("device", "parallel"),
+    [(Device.CPU, Parallel.AUTO), (Device.CPU, Parallel.REPLICA), (Device.XLA_CPU, Parallel.TENSOR)],
+)
 def test_cpu_has_one_agent_that_shares_with_nobody_unless_more_are_asked_for(
     device: Device, parallel: Parallel
 ) -> None:
