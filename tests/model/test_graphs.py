@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,14 @@ def facts(tiny_model_folder: Path) -> dict[int, Facts]:
     return {slots: collect_in_process(tiny_model_folder, slots, requests) for slots, requests in num_requests.items()}
 
 
-def collect_in_process(folder: Path, num_slots: int, num_requests: int, parallel: str = "auto") -> Facts:
+def collect_in_process(
+    folder: Path, num_slots: int, num_requests: int, parallel: str = "auto", dump: Path | None = None
+) -> Facts:
+    """Facts from a process of its own, which may write down what XLA makes of its graphs."""
     command = [sys.executable, "-m", "tests.xla_facts", str(folder), str(num_slots), str(num_requests), parallel]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    if dump is not None:
+        environment["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -64,3 +70,13 @@ def test_a_decode_step_is_one_execution_with_few_transfers(facts: dict[int, Fact
         assert fact.greedy_step == StepFacts(1, 1, 1, 0)
         assert fact.sampled_step == StepFacts(1, 1, 1, 0)
         assert fact.masked_step == StepFacts(1, 2, 1, 0)
+
+
+def test_no_graph_copies_a_layers_keys_or_values(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """XLA may hand donated buffers of one shape to each other's results, and then copies them, whatever it counts."""
+    collect_in_process(tiny_model_folder, num_slots=4, num_requests=0, dump=tmp_path)
+    shape = r"f32\[4,2,256,16\]"
+    modules = [path.read_text() for path in tmp_path.glob("*cpu_after_optimizations.txt")]
+    with_cache = [text for text in modules if re.search(shape, text)]
+    assert len(with_cache) == 6
+    assert [len(re.findall(rf"= {shape}\S* copy\(", text)) for text in with_cache] == [0] * 6
