@@ -76,12 +76,16 @@ class DecodeStep:
     def visible(self, window: int | None) -> Tensor:
         """bool [B, 1, 1, 1, C], true where a slot's query may see a position."""
         if window not in self.masks:
-            columns = torch.arange(self.context_len, dtype=torch.int32, device=self.positions.device)
-            distance = self.positions[:, None] - columns[None, :]
-            mask = distance >= 0
-            mask = mask if window is None else mask & (distance < window)
-            self.masks[window] = mask[:, None, None, None, :]
+            self.masks[window] = visible_positions(self.positions, self.context_len, window)[:, None, None, None, :]
         return self.masks[window]
+
+
+def visible_positions(positions: Tensor, context_len: int, window: int | None) -> Tensor:
+    """bool [N, C], true where the query at one of N positions may see a position: its own or an earlier one."""
+    columns = torch.arange(context_len, dtype=torch.int32, device=positions.device)
+    distance = positions[:, None] - columns[None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
 
 
 def finite(values: Tensor) -> Tensor:

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from tpu_tgi_server.model.attention import finite
+from tpu_tgi_server.model.attention import finite, visible_positions
 from tpu_tgi_server.model.cache import StaticCacheXla
 
 
@@ -38,8 +37,5 @@ class ChunkStep:
     def visible(self, window: int | None) -> Tensor:
         """bool [1, 1, 1, T, C], true where a query (row) may see a position (column)."""
         if window not in self.masks:
-            columns = torch.arange(self.context_len, dtype=torch.int32, device=self.positions.device)
-            distance = self.positions[:, None] - columns[None, :]
-            mask = distance >= 0
-            self.masks[window] = (mask if window is None else mask & (distance < window))[None, None, None]
+            self.masks[window] = visible_positions(self.positions, self.context_len, window)[None, None, None]
         return self.masks[window]
