@@ -115,9 +115,10 @@ def start_model_server(folder: Path, model: Path | str, *options: str) -> Abstra
     return start_server(folder, command)
 
 
-def start_scripted_server(folder: Path, faults: Faults) -> AbstractContextManager[ServerProcess]:
+def start_scripted_server(folder: Path, faults: Faults, **settings: Any) -> AbstractContextManager[ServerProcess]:
     """A server whose agent follows a script."""
-    return start_server(folder, ["-m", "tests.scripted_server", str(folder / "uds"), json.dumps(asdict(faults))])
+    texts = (json.dumps(asdict(faults)), json.dumps(settings))
+    return start_server(folder, ["-m", "tests.scripted_server", str(folder / "uds"), *texts])
 
 
 @contextmanager

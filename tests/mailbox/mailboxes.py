@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from multiprocessing import forkserver
 from typing import Any
 
 import psutil
@@ -41,9 +42,10 @@ async def started(mailbox: RootMailbox) -> AsyncIterator[RootMailbox]:
 
 
 def agents() -> list[psutil.Process]:
-    """The living ones; a zombie has no command line."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    """The living ones: children of the server that they are forked from."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    children = [] if server is None else psutil.Process(server).children()
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
 async def until(condition: Callable[[], bool]) -> None:

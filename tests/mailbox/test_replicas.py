@@ -1,6 +1,7 @@
 """Two agents behind one mailbox: real processes, which follow a script."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,6 +26,8 @@ from tpu_tgi_server.engine.types import (
 from tpu_tgi_server.mailbox.messages import Progress
 from tpu_tgi_server.mailbox.process import AgentDiedError
 from tpu_tgi_server.mailbox.root import RootMailbox
+
+pytestmark = pytest.mark.usefixtures("agents_fork_from_a_process_that_has_the_libraries")
 
 NEW = 12
 
@@ -334,7 +337,7 @@ async def test_liveness_probe_is_answered_by_whoever_lives() -> None:
 async def test_agent_that_is_given_up_leaves_the_others_to_go_on() -> None:
     async with two_started() as (mailbox, client):
         for replica in mailbox._replicas:
-            replica._settings = replace(replica._settings, load_timeout_s=0.05)
+            replica._settings = replace(replica._settings, model_id=json.dumps({"load_error": "no such model"}))
         await client.join(0, 0, 1)
         await kill(mailbox, 0)
         assert "3 agents have died in a row" in await asyncio.wait_for(mailbox._replicas[0].failed, 60)

@@ -1,6 +1,7 @@
 """The root's mailbox with a real agent process, which follows a script."""
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from tpu_tgi_server.engine.types import (
 )
 from tpu_tgi_server.mailbox.messages import Progress
 from tpu_tgi_server.mailbox.process import AgentDiedError
+
+pytestmark = pytest.mark.usefixtures("agents_fork_from_a_process_that_has_the_libraries")
 
 
 async def test_commands_are_carried_out_in_the_order_they_are_given() -> None:
@@ -205,7 +208,8 @@ async def test_load_that_is_stuck_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_second_load_that_is_stuck_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(new_mailbox(Faults())) as mailbox:
         (replica,) = mailbox._replicas
-        monkeypatch.setattr(replica, "_settings", replace(replica._settings, load_timeout_s=0.1))
+        stuck = replace(replica._settings, model_id=json.dumps({"load_s": 60}), load_timeout_s=0.1)
+        monkeypatch.setattr(replica, "_settings", stuck)
         agents()[0].kill()
         reason = await asyncio.wait_for(mailbox.failed, 20)
         assert "did not answer within 0.1 s" in reason

@@ -41,9 +41,9 @@ def prefill_one(stub: Any, batch_id: int = 1, num_requests: int = 1, new: int = 
 
 
 @contextmanager
-def serving(folder: Path, faults: Faults) -> Iterator[tuple[ServerProcess, Any]]:
+def serving(folder: Path, faults: Faults, **settings: Any) -> Iterator[tuple[ServerProcess, Any]]:
     """A server that is ready and ends well, and a stub."""
-    with ready_server(start_scripted_server(folder, faults)) as server, server.connect() as stub:
+    with ready_server(start_scripted_server(folder, faults, **settings)) as server, server.connect() as stub:
         yield server, stub
 
 
@@ -213,7 +213,7 @@ def assert_health_is_fast(stub: Any, busy: Any) -> None:
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_cancelled_call_frees_its_slots(tmp_path: Path, kind: str) -> None:
     faults = Faults(prefill_s=0.5) if kind == "prefill" else Faults(decode_s=0.5)
-    with serving(tmp_path, faults) as (server, stub):
+    with serving(tmp_path, faults, step_ahead=False) as (server, stub):  # so that only a Decode logs "decode begins"
         if kind == "prefill":
             requests = [new_request(id, "cancelled", new=9) for id in range(4)]
             batch = pb.Batch(id=1, requests=requests, size=4)

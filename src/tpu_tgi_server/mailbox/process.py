@@ -18,6 +18,10 @@ STOP_GRACE_S = 2.0
 """How long an agent may take to end by itself, and again after SIGTERM, before it is killed."""
 
 
+START_METHOD = "spawn"
+"""Never "fork": a fork would copy the root's gRPC threads, and the root's locks with them."""
+
+
 class AgentDiedError(Exception):
     """The agent is gone, and with it every request that it held."""
 
@@ -25,15 +29,14 @@ class AgentDiedError(Exception):
 class AgentProcess:
     """Owns one agent process and the root's end of the connection to it.
 
-    Spawned, never forked: a fork would copy the root's gRPC threads, and the root's locks with them. The connection
-    is a socket pair, which no other process can reach.
+    The connection is a socket pair, which no other process can reach.
     """
 
     def __init__(
         self, settings: Settings, loader: str, on_progress: Callable[[Progress], None], share: Share | None = None
     ) -> None:
         self._on_progress = on_progress
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         self._connection: Connection
         self._connection, agent_end = context.Pipe(duplex=True)
         self._process = context.Process(

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import grpc
@@ -27,7 +28,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest limit that gRPC takes. Its default of 4 MiB refuses the warm-up of large prefill budgets."""
 
 LAST_WORDS_S = 1.0
-"""How long calls in flight may take to deliver their errors when the server ends."""
+"""How long calls in flight may take to deliver their errors when the agent has ended."""
 
 
 async def serve(settings: Settings, on_progress: Callable[[Progress], None], loader: str = DEFAULT_LOADER) -> int:
@@ -77,10 +78,11 @@ async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox
         logger.error("stopping: {}", mailbox.failed.result())
         return 1
     finally:
-        stopping = asyncio.create_task(server.stop(LAST_WORDS_S))
+        stopping = asyncio.create_task(server.stop(inf))  # from now on new calls are refused
         with suppress(OSError):  # whatever has happened to its folder meanwhile
             settings.socket_path.unlink()
         await mailbox.close()
+        await server.stop(LAST_WORDS_S)
         await stopping
 
 
