@@ -14,7 +14,7 @@ from tpu_tgi_server.mailbox import process
 def agents_fork_from_a_process_that_has_the_libraries() -> Iterator[None]:
     """Agents are processes of their own all the same. Spawned ones, as in production, are in the tests of servers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "START_METHOD", "forkserver")
+        patch.setattr(process, "CONTEXT", multiprocessing.get_context("forkserver"))
         patch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
         multiprocessing.set_forkserver_preload(["tpu_tgi_server.mailbox.agent", "tests.scripted"])
         yield

@@ -1,7 +1,6 @@
 """Which agent holds which request: placing, merging, leaving, and beginning anew after a death."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -126,11 +125,11 @@ def test_moved_request_goes_on_where_it_was_whatever_the_borders_of_its_steps() 
 def test_details_of_the_prompt_are_told_once() -> None:
     placement = Placement([1, 1], MAX_TOTAL_TOKENS)
     enter(placement, 1, [1], [0])
-    first = replace(generation(1, 10), prefill_tokens=Tokens((1,), (0.0,), ("p",), (False,)))
+    first = generation(1, 10)._replace(prefill_tokens=Tokens((1,), (0.0,), ("p",), (False,)))
     assert placement.take(1, [first]) == [first]
     placement.evict(0)
     moved(placement, 1, [1])
-    (again,) = placement.take(1, [replace(generation(1, 10, 11), prefill_tokens=first.prefill_tokens)])
+    (again,) = placement.take(1, [generation(1, 10, 11)._replace(prefill_tokens=first.prefill_tokens)])
     assert again == generation(1, 11)
 
 

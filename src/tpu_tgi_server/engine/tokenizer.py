@@ -17,6 +17,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, generation_eos_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._decode = plain_decode(tokenizer)
+        self._texts: dict[int, str] = {}
         self._bos_text: str | None = tokenizer.bos_token
         own_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.eos_ids = frozenset((*generation_eos_ids, *own_eos))
@@ -59,8 +60,13 @@ class Tokenizer:
 
         Ids that only the model has have no text; a tokenizer written in Python would fail on them.
         """
-        known = [id for id in ids if id < self.num_ids]
-        return self._decode(known)
+        if len(ids) != 1:
+            return self._decode([id for id in ids if id < self.num_ids])
+        (id,) = ids
+        text = self._texts.get(id)
+        if text is None:  # half of what a stream decodes is one token, and often the same
+            text = self._texts[id] = self._decode([id] if id < self.num_ids else [])
+        return text
 
     @cached_property
     def num_ids(self) -> int:

@@ -1,6 +1,7 @@
 """The agent's end: load a model on the device, then carry out commands one by one.
 
-A thread of its own reads the connection, so the death of the root is noticed even while the device computes.
+A thread of its own reads the connection, so the death of the root is noticed even while the device computes. Another
+writes to it: a write wakes the root, which may take the core, and the next step need not wait for that.
 """
 
 import os
@@ -62,20 +63,23 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     configure_logging(settings.logger_level, settings.json_output)
     start_profile(settings.profile, "agent")
     commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[Reply | Progress | None] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
+    writer = threading.Thread(target=_write_replies, args=(connection, replies))
+    writer.start()
     try:
         runtime = select_runtime(settings.device, settings.compilation_cache, settings.parallel)
-        runtime.launch(_run_agent, (settings, loader, runtime, connection, commands))
-    except BrokenPipeError:
-        sys.exit(1)  # the root is gone
+        runtime.launch(_run_agent, (settings, loader, runtime, commands, replies))
     except Exception as error:
         is_expected = isinstance(error, OSError | ValueError)
         if not is_expected:
             logger.exception("the model could not be loaded")
         logger.opt(exception=True).debug("the model could not be loaded")
-        with suppress(BrokenPipeError):
-            connection.send(Broken(f"{error}" if is_expected else f"{type(error).__name__}: {error}"))
+        replies.put(Broken(f"{error}" if is_expected else f"{type(error).__name__}: {error}"))
         sys.exit(1)
+    finally:
+        replies.put(None)
+        writer.join()
 
 
 def _run_agent(
@@ -83,30 +87,30 @@ def _run_agent(
     settings: Settings,
     loader: str,
     runtime: Runtime,
-    connection: Connection,
     commands: "queue.SimpleQueue[Command | None]",
+    replies: "queue.SimpleQueue[Reply | Progress | None]",
 ) -> None:
     load: Loader = resolve_name(loader)
 
     def on_stage(stage: str, done: int, total: int) -> None:
-        connection.send(Progress("loading", stage, done, total))
+        replies.put(Progress("loading", stage, done, total))
 
     def on_graph(graph: Graph, done: int, total: int) -> None:
-        connection.send(Progress("warming up", str(graph), done, total))
+        replies.put(Progress("warming up", str(graph), done, total))
 
     generator, info = load(settings, runtime, on_stage)
     logger.debug("agent {} is ready", rank)
-    connection.send(Ready(info))
+    replies.put(Ready(info))
     while (command := commands.get()) is not None:
-        _send(connection, _or_broken(type(command).__name__, partial(_execute, generator, command, on_graph)))
+        _put(replies, _or_broken(type(command).__name__, partial(_execute, generator, command, on_graph)))
         if settings.step_ahead and commands.empty():
-            _send(connection, _or_broken("step ahead", generator.step_ahead))
+            _put(replies, _or_broken("step ahead", generator.step_ahead))
 
 
-def _send(connection: Connection, reply: Reply | None) -> None:
-    """Send what there is to say, and exit if it was the last."""
+def _put(replies: "queue.SimpleQueue[Reply | Progress | None]", reply: Reply | None) -> None:
+    """Say what there is to say, and exit if it was the last."""
     if reply is not None:
-        connection.send(reply)
+        replies.put(reply)
     if isinstance(reply, Broken):
         sys.exit(1)
 
@@ -116,8 +120,6 @@ def _or_broken(name: str, action: Callable[[], ResultT]) -> ResultT | Broken:
     try:
         with span(name):
             return action()
-    except BrokenPipeError:
-        raise
     except Exception as error:
         logger.exception("{} failed", name)
         logger.opt(exception=True).debug("{} failed", name)
@@ -155,3 +157,9 @@ def _read_commands(connection: Connection, commands: "queue.SimpleQueue[Command 
         commands.put(None)
         time.sleep(ORPHAN_GRACE_S)
         os._exit(1)
+
+
+def _write_replies(connection: Connection, replies: "queue.SimpleQueue[Reply | Progress | None]") -> None:
+    with suppress(BrokenPipeError):  # the root is gone, which the reading thread notices too
+        while (reply := replies.get()) is not None:
+            connection.send(reply)

@@ -8,7 +8,7 @@ function of the request, so what it has brought already comes again, and is left
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
 from loguru import logger
@@ -214,8 +214,7 @@ class Placement:
 def _without_first(generation: Generation, num_tokens: int) -> Generation:
     """A generation less its first tokens, and less the details of the prompt, which came with them."""
     tokens = generation.tokens
-    return replace(
-        generation,
+    return generation._replace(
         tokens=Tokens(
             tokens.ids[num_tokens:],
             tokens.logprobs[num_tokens:],

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Never
 
 from tpu_tgi_server.config import Settings
@@ -18,7 +19,7 @@ STOP_GRACE_S = 2.0
 """How long an agent may take to end by itself, and again after SIGTERM, before it is killed."""
 
 
-START_METHOD = "spawn"
+CONTEXT: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
 """Never "fork": a fork would copy the root's gRPC threads, and the root's locks with them."""
 
 
@@ -36,10 +37,9 @@ class AgentProcess:
         self, settings: Settings, loader: str, on_progress: Callable[[Progress], None], share: Share | None = None
     ) -> None:
         self._on_progress = on_progress
-        context = multiprocessing.get_context(START_METHOD)
         self._connection: Connection
-        self._connection, agent_end = context.Pipe(duplex=True)
-        self._process = context.Process(
+        self._connection, agent_end = CONTEXT.Pipe(duplex=True)
+        self._process = CONTEXT.Process(
             target=_run_agent, args=(settings, loader, agent_end, share or {}), name="tpu-tgi-agent", daemon=True
         )
         self._process.start()
