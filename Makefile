@@ -38,8 +38,9 @@ docker-check: setup
 tpu-check: setup
 	$(BIN)/python scripts/tpu_check.py
 
+# a file's tests stay in one process, as they share its servers
 test: setup model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 demo: setup model
 	@$(BIN)/python scripts/demo.py $(DEMO_MODEL)

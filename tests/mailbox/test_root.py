@@ -216,9 +216,15 @@ async def test_second_load_that_is_stuck_counts_as_a_death(monkeypatch: pytest.M
         assert "3 agents have died in a row" in reason
 
 
-async def test_close_ends_a_busy_agent() -> None:
-    async with started(new_mailbox(Faults(prefill_s=60))) as mailbox:
-        call = asyncio.create_task(mailbox.prefill(batch(1)))
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_close_ends_a_busy_agent(kind: str) -> None:
+    faults = Faults(prefill_s=60) if kind == "prefill" else Faults(decode_s=60)
+    async with started(new_mailbox(faults)) as mailbox:
+        if kind == "prefill":
+            call = asyncio.create_task(mailbox.prefill(batch(1)))
+        else:
+            await mailbox.prefill(batch(1))
+            call = asyncio.create_task(mailbox.decode((CachedBatch(1, (1,), 0),)))
         await asyncio.sleep(0)
         await asyncio.wait_for(mailbox.close(), 8)
         with pytest.raises(AgentDiedError):

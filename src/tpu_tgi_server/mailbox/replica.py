@@ -122,7 +122,9 @@ class Replica:
 
     async def close(self) -> None:
         """End the agent, however busy it is. Calls in flight raise AgentDiedError."""
-        self._is_ready = False
+        if self._is_ready:
+            self._is_ready = False
+            self._tell_death()
         if self._restarting is not None:
             self._restarting.cancel()
         if self._agent is not None:
