@@ -1,6 +1,6 @@
 """Tiny random models of every family that is served, and what transformers itself says about them.
 
-    python -m tests.families DEVICE FOLDER...
+    python -m tests.families DEVICE PARALLEL FOLDER...
 
 prints one JSON object with the answers of each model in the folders, see `Answers`.
 """
@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.driver import Answer, Driver, GeneratorStub, new_request
+from tests.driver import Answer, Driver, GeneratorStub, Stub, new_request
 from tests.reference import encode, prompt_of_len
 from tests.tiny_model import VOCAB_SIZE, byte_level_tokenizer
-from tpu_tgi_server.config import Device, Settings
-from tpu_tgi_server.engine.generator import Generator
+from tpu_tgi_server.config import Device, Parallel, Settings
 from tpu_tgi_server.runtime.interface import Runtime
 
 WINDOW = 8
@@ -29,7 +28,7 @@ MAX_TOTAL_TOKENS = 64
 PROMPTS = tuple(map(prompt_of_len, PROMPT_LENS))
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
+    "vocab_size": VOCAB_SIZE + 1,  # which divides among neither 2 nor 4 cores
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -60,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("llama", {"num_key_value_heads": 4}),
     "llama-3": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma-2": ("gemma2", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING}),
     "gemma-3": ("gemma3_text", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING}),
@@ -72,7 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-moe": (
         "qwen3_moe",
-        {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 18},
     ),
     "phi-3": ("phi3", {"sliding_window": WINDOW}),
     "phi-3 long": (
@@ -82,6 +81,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-2": ("gpt2", {"num_key_value_heads": 4}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm 2": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "nemotron": ("nemotron", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
 }
 """By name: the model type of transformers, and what differs from SHAPE."""
@@ -104,41 +106,56 @@ def save_family(name: str, folder: Path) -> None:
     byte_level_tokenizer().save_pretrained(folder)
 
 
+Outputs = list[tuple[list[int], list[float]]]
+"""Ids and log-probabilities for each prompt."""
+
+
 @dataclass(frozen=True)
 class Answers:
     """What one model answers on one device.
 
     Attributes:
-        alone, batched, joined: ids and log-probabilities for each prompt: by itself, in one prefill, and with one more
-            prompt joining at every step.
-        logits: for each prompt all logits [T, V] after its tokens, prefilled together with the other prompts.
+        alone, batched, joined: each prompt by itself, all in one prefill, and one more joining at every step.
+        logits: for each prompt all logits [T, V] after its tokens, prefilled together with the other prompts; empty
+            where they are out of reach.
     """
 
-    alone: list[tuple[list[int], list[float]]]
-    batched: list[tuple[list[int], list[float]]]
-    joined: list[tuple[list[int], list[float]]]
+    alone: Outputs
+    batched: Outputs
+    joined: Outputs
     logits: list[list[list[float]]]
 
 
+def settings_of(folder: str, device: Device, **given: Any) -> Settings:
+    """Small slots of which there are more than prompts."""
+    return Settings(
+        folder, device=device, max_batch_size=4, max_total_tokens=MAX_TOTAL_TOKENS, max_input_tokens=48, **given
+    )
+
+
 def collect(runtime: Runtime, folder: str) -> Answers:
+    """The answers of a model that this process loads."""
     from tpu_tgi_server.engine.loading import load_generator
 
-    device = Device.XLA_CPU if runtime.is_compiled else Device.CPU
-    settings = Settings(folder, device=device, max_batch_size=4, max_total_tokens=MAX_TOTAL_TOKENS, max_input_tokens=48)
+    settings = settings_of(folder, Device.XLA_CPU if runtime.is_compiled else Device.CPU)
     generator, _ = load_generator(settings, runtime, lambda *_: None)
+    return Answers(*outputs(GeneratorStub(generator)), _logits(runtime, generator))
+
+
+def outputs(stub: Stub) -> tuple[Outputs, Outputs, Outputs]:
+    """Alone, batched and joined."""
     requests = [new_request(number, prompt, new=NUM_NEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
-    alone = [Driver(GeneratorStub(generator)).run(request.id, request)[0] for request in requests]
-    batched = Driver(GeneratorStub(generator)).run(10, *requests)
-    joined = _joined(generator)
-    return Answers(_plain(alone), _plain(batched), _plain(joined), _logits(runtime, generator))
+    alone = [Driver(stub).run(request.id, request)[0] for request in requests]
+    batched = Driver(stub).run(10, *requests)
+    return _plain(alone), _plain(batched), _plain(_joined(stub))
 
 
-def _plain(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
+def _plain(answers: list[Answer]) -> Outputs:
     return [(list(answer.ids), list(answer.logprobs)) for answer in answers]
 
 
-def _joined(generator: Generator) -> list[Answer]:
-    driver = Driver(GeneratorStub(generator))
+def _joined(stub: Stub) -> list[Answer]:
+    driver = Driver(stub)
     running = None
     for number, prompt in enumerate(PROMPTS):
         joining = driver.prefill(number, new_request(number, prompt, new=NUM_NEW_TOKENS))
@@ -147,16 +164,16 @@ def _joined(generator: Generator) -> list[Answer]:
     return [driver.answers[number] for number in range(len(PROMPTS))]
 
 
-def _logits(runtime: Runtime, generator: Generator) -> list[list[list[float]]]:
+def _logits(runtime: Runtime, generator: Any) -> list[list[list[float]]]:
     """Through the device's part of a prefill, before a token is chosen."""
     import torch
 
     from tpu_tgi_server.model.interface import PromptChunk
     from tpu_tgi_server.model.packing import pack_chunks, unpack_chunks
 
-    steps: Any = generator._model._steps  # type: ignore[attr-defined]
+    steps = generator._model._steps
     chunks = [PromptChunk(slot, encode(prompt)) for slot, prompt in enumerate(PROMPTS)]
-    packed = torch.from_numpy(pack_chunks(chunks, 64, steps.num_slots))
+    packed = torch.from_numpy(pack_chunks(chunks, MAX_TOTAL_TOKENS, steps.num_slots))
 
     def all_logits(tensor: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = steps._prompt_logits(unpack_chunks(tensor, steps.num_slots), None, 0)[0]
@@ -174,8 +191,9 @@ def expected(folder: Path) -> tuple[list[tuple[list[int], list[float]]], list[An
     import torch
     from transformers import AutoModelForCausalLM
 
-    # sdpa would leave out the soft caps of Gemma 2
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    # sdpa would leave out the soft caps of Gemma 2; grouped products of experts want sizes of whole 16 bytes
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
     model.generation_config.eos_token_id = None
     answers, logits = [], []
     for text in PROMPTS:
@@ -197,7 +215,9 @@ def _print_answers(_rank: int, runtime: Runtime, folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    from tpu_tgi_server.model import buckets
     from tpu_tgi_server.runtime.select import select_runtime
 
-    chosen = select_runtime(Device(sys.argv[1]))
-    chosen.launch(_print_answers, (chosen, sys.argv[2:]))
+    buckets.MIN_PREFILL_TOKENS = MAX_TOTAL_TOKENS  # one size of prefill, so that there are only three graphs to compile
+    chosen = select_runtime(Device(sys.argv[1]), parallel=Parallel(sys.argv[2]))
+    chosen.launch(_print_answers, (chosen, sys.argv[3:]))

@@ -1,9 +1,13 @@
-"""Every family answers as transformers does: ids, log-probabilities and all logits, on plain torch and on XLA."""
+"""Every family answers as transformers does: ids, log-probabilities and all logits, on every kind of runtime.
+
+The cores are virtual ones of the CPU.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,17 @@ import numpy as np
 import pytest
 
 from tests.families import FAMILIES, PROMPT_LENS, WINDOW, expected, save_family
+from tests.family_replicas import collect_from_replicas
 from tests.servers import ROOT
+
+MODES = {
+    "cpu": ("cpu", "auto", 1),
+    "xla-cpu": ("xla-cpu", "auto", 1),
+    "2 cores": ("xla-cpu", "tensor", 2),
+    "4 cores": ("xla-cpu", "tensor", 4),
+}
+"""Device, parallel and the number of cores."""
+REPLICAS = "2 replicas"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,11 +38,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FAMILIES}
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla-cpu"])
+@pytest.fixture(scope="module", params=[*MODES, REPLICAS])
 def answers(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
-    """Of all families, from one process."""
-    command = [sys.executable, "-m", "tests.families", request.param, *map(str, folders.values())]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    """Of all families, from one process, or from the two of the replicas."""
+    if request.param == REPLICAS:
+        return {name: asdict(answers) for name, answers in collect_from_replicas([*folders.values()]).items()}
+    device, parallel, num_cores = MODES[request.param]
+    command = [sys.executable, "-m", "tests.families", device, parallel, *map(str, folders.values())]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CPU_NUM_DEVICES": str(num_cores)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -50,6 +67,7 @@ def test_ids_and_log_probabilities_are_those_of_generate(
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("answers", MODES, indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_logits_are_those_of_forward(answers: Any, folders: dict[str, Path], family: str) -> None:
     """After every token of every prompt, for the whole vocabulary."""

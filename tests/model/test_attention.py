@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, attend, slot_attention
+from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, attend, running, slot_attention
 from tpu_tgi_server.model.cache import StaticCacheXla, heads_a_row
 
 NUM_SLOTS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, MAX_LEN = 3, 2, 6, 8, 16
@@ -84,7 +84,8 @@ def window(request: pytest.FixtureRequest) -> int | None:
 def run(
     query: Tensor, keys: Tensor, values: Tensor, step: PrefillStep | DecodeStep, window: int | None = None
 ) -> Tensor:
-    return slot_attention(Layer(), query, keys, values, None, slot_step=step, sliding_window=window)[0]
+    with running(step):
+        return slot_attention(Layer(), query, keys, values, None, sliding_window=window)[0]
 
 
 def prefill_step(cache: StaticCacheXla, *prompts: tuple[int, int]) -> PrefillStep:
@@ -123,10 +124,8 @@ def test_decode_continues_each_slot_at_its_own_length(window: int | None) -> Non
 
 def test_attention_sinks_are_refused() -> None:
     query, keys = heads(NUM_HEADS, 2), heads(NUM_KV_HEADS, 2)
-    with pytest.raises(NotImplementedError, match="sinks"):
-        slot_attention(
-            Layer(), query, keys, keys, None, slot_step=prefill_step(new_cache(), (0, 2)), s_aux=torch.zeros(6)
-        )
+    with running(prefill_step(new_cache(), (0, 2))), pytest.raises(NotImplementedError, match="sinks"):
+        slot_attention(Layer(), query, keys, keys, None, s_aux=torch.zeros(6))
 
 
 def test_cache_writes_only_the_cells_that_are_named() -> None:

@@ -29,7 +29,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "both directions": ("bert", {}, "attends in both directions"),
     "alibi": ("bloom", {"n_head": 4, "n_layer": 2}, "attention interface"),
     "no attention interface": ("xglm", {"d_model": 32, "num_layers": 2, "attention_heads": 4}, "attention interface"),
-    "no keyword arguments": ("stablelm", {}, "keep keyword arguments from attention"),
     "attention sinks": ("gpt_oss", {"head_dim": 8, "num_local_experts": 4}, "attention sinks"),
     "latent attention": ("deepseek_v3", MLA, "keys and values of different sizes"),
     "chunked attention": ("llama4_text", {"head_dim": 8, "num_local_experts": 2}, "layers of chunked_attention"),

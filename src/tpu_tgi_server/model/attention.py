@@ -1,15 +1,18 @@
 """Attention over the slot cache, plugged into transformers by name.
 
-transformers hands every keyword argument of the model's forward call down to the attention function. The step (what is
-run and where its keys and values go) travels that way, so that model code runs unmodified.
+The function that transformers calls in every layer finds the step (what is run and where its keys and values go) in a
+context variable, which is set while the model runs. So model code runs unmodified, whatever it passes on to its layers.
 
 Shapes: B slots, T packed prompt tokens, C context length, H query heads, K key/value heads, G = H / K, D head size,
 P key/value heads side by side in a row of the cache.
 Scores and their weighted sum are float32: rounding them to bfloat16 first changes greedy answers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +21,31 @@ from transformers import AttentionInterface
 from tpu_tgi_server.model.cache import StaticCacheXla
 
 ATTENTION_NAME = "slot_cache"
+
+
+class Step(Protocol):
+    """What one run of the model does with keys and values, layer by layer."""
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write those of the new tokens to the cache; return all that the queries may look at."""
+        ...
+
+    def visible(self, window: int | None) -> Tensor:
+        """Which of them each query sees, for `attend`."""
+        ...
+
+
+_running_step: ContextVar[Step] = ContextVar("running_step")
+
+
+@contextmanager
+def running(step: Step) -> Iterator[None]:
+    """Within, every attention layer takes part in this step."""
+    token = _running_step.set(step)
+    try:
+        yield
+    finally:
+        _running_step.reset(token)
 
 
 @dataclass
@@ -163,22 +191,22 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001 - transformers passes it by position
     *,
-    slot_step: PrefillStep | DecodeStep,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer.
+    """The function that transformers calls in every attention layer, within `running`.
 
     Raises:
         NotImplementedError: the model passes attention sinks, which would change the result if they were dropped.
     """
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks are not supported")
-    keys, values = slot_step.store(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    step = _running_step.get()
+    keys, values = step.store(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, keys, values, slot_step.visible(sliding_window), scaling, softcap), None
+    return attend(query, keys, values, step.visible(sliding_window), scaling, softcap), None
 
 
 def register() -> None:

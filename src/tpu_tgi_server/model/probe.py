@@ -31,7 +31,6 @@ class AttentionCall:
     window: int | None
     is_causal: bool
     has_sinks: bool
-    has_step: bool
 
 
 def attention_calls(model_class: Any, config: PreTrainedConfig) -> list[AttentionCall]:
@@ -54,7 +53,6 @@ def attention_calls(model_class: Any, config: PreTrainedConfig) -> list[Attentio
                 window=kwargs.get("sliding_window"),
                 is_causal=bool(getattr(module, "is_causal", True)),
                 has_sinks=kwargs.get("s_aux") is not None,
-                has_step=kwargs.get("slot_step") is not None,
             )
         )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
@@ -65,7 +63,7 @@ def attention_calls(model_class: Any, config: PreTrainedConfig) -> list[Attentio
     config._experts_implementation = "batched_mm"
     with torch.device("meta"), torch.inference_mode():
         tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.int32)
-        model_class(config).eval()(input_ids=tokens, position_ids=tokens, use_cache=False, slot_step=calls)
+        model_class(config).eval()(input_ids=tokens, position_ids=tokens, use_cache=False)
     return calls
 
 
@@ -95,8 +93,6 @@ def reason_against(model_class: Any, config: PreTrainedConfig) -> str | None:
 def _reason_against_calls(calls: list[AttentionCall], text: PreTrainedConfig) -> str | None:
     if [call.layer for call in calls] != list(range(text.num_hidden_layers)):
         return "has layers that do not use transformers' attention interface (as with ALiBi): they cannot use the slots"
-    if not all(call.has_step for call in calls):
-        return "has layers that keep keyword arguments from attention, which is how the slots reach it"
     if any(call.has_sinks for call in calls):
         return "has attention sinks, which are not supported"
     if not all(call.is_causal for call in calls):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tpu_tgi_server.model.attention import DecodeStep, PrefillStep
+from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, Step, running
 from tpu_tgi_server.model.cache import StaticCacheXla
 from tpu_tgi_server.model.chunk_attention import ChunkStep
 from tpu_tgi_server.model.packing import CHOICE_FIELDS, ChunkTensors, unpack_chunks, unpack_sampler
@@ -113,27 +113,26 @@ class DeviceSteps:
 
     def _prompt_logits(self, chunks: ChunkTensors, context_len: int | None, logits_to_keep: Tensor | int) -> Tensor:
         """[1, N, V] for a packed row."""
-        step: PrefillStep | ChunkStep
+        step: Step
         if context_len is None:
             step = PrefillStep(self._cache, chunks.segments, chunks.positions, chunks.slots, chunks.cells)
         else:
             step = ChunkStep(self._cache, chunks.positions, chunks.slots, chunks.cells, context_len)
-        output = self._model(
-            input_ids=chunks.token_ids[None],
-            position_ids=chunks.positions[None],
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            slot_step=step,
-        )
+        with running(step):
+            output = self._model(
+                input_ids=chunks.token_ids[None],
+                position_ids=chunks.positions[None],
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+            )
         logits: Tensor = output.logits
         return logits
 
     def _token_logits(self, tokens: Tensor, positions: Tensor, context_len: int) -> Tensor:
         """[B, V] for one token in each slot."""
         step = DecodeStep(self._cache, positions=positions, slots=self._slots, context_len=context_len)
-        output = self._model(
-            input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, slot_step=step
-        )
+        with running(step):
+            output = self._model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
         logits: Tensor = output.logits[:, 0]
         return logits
 
