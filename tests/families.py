@@ -22,10 +22,14 @@ from tpu_tgi_server.engine.generator import Generator
 from tpu_tgi_server.runtime.interface import Runtime
 
 WINDOW = 8
+CHUNK_TOKENS = 16
+RING_LEN = 32
+"""Cells of a layer with the window: it and a chunk, in whole units."""
 PROMPT_LENS = (3, 13, 29)
-"""All but the first are longer than the window."""
-NUM_NEW_TOKENS = 10
-MAX_TOTAL_TOKENS = 64
+"""All but the first are longer than the window, and the last than a chunk."""
+NUM_NEW_TOKENS = 40
+"""More than a ring has cells."""
+MAX_TOTAL_TOKENS = 80
 PROMPTS = tuple(map(prompt_of_len, PROMPT_LENS))
 
 SHAPE: dict[str, Any] = {
@@ -124,7 +128,14 @@ def collect(runtime: Runtime, folder: str) -> Answers:
     from tpu_tgi_server.engine.loading import load_generator
 
     device = Device.XLA_CPU if runtime.is_compiled else Device.CPU
-    settings = Settings(folder, device=device, max_batch_size=4, max_total_tokens=MAX_TOTAL_TOKENS, max_input_tokens=48)
+    settings = Settings(
+        folder,
+        device=device,
+        max_batch_size=4,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        max_input_tokens=36,
+        prefill_chunk_tokens=CHUNK_TOKENS,
+    )
     generator, _ = load_generator(settings, runtime, lambda *_: None)
     requests = [new_request(number, prompt, new=NUM_NEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
     alone = [Driver(GeneratorStub(generator)).run(request.id, request)[0] for request in requests]

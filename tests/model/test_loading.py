@@ -97,7 +97,7 @@ def test_file_that_is_cut_off_is_named(tmp_path: Path, tiny_model_folder: Path) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_streamed_weights_are_those_that_transformers_loads(tiny_model_folder: Path, dtype: torch.dtype) -> None:
     """Every parameter and buffer, those that no file holds included."""
-    ours = load_weights(ModelFiles(tiny_model_folder, tiny_model_folder), dtype, CpuRuntime())
+    ours = load_weights(ModelFiles(tiny_model_folder, tiny_model_folder), dtype, CpuRuntime()).module
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=dtype)
     for kind in ("named_parameters", "named_buffers"):
         expected = dict(getattr(theirs, kind)())
