@@ -90,6 +90,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the model type of transformers, and what differs from SHAPE."""
 
+WINDOWS: dict[str, list[int | None]] = {
+    "mistral": [WINDOW, WINDOW],
+    "mixtral": [WINDOW, WINDOW],
+    "gemma-2": [WINDOW, None],
+    "gemma-3": [WINDOW, None],
+    "qwen2 with windows": [None, WINDOW],
+    "phi-3": [WINDOW, WINDOW],
+}
+"""Of the two layers of each family that has any."""
+
 
 def save_family(name: str, folder: Path) -> None:
     """Write a model of a family to a folder, as transformers saves it."""
@@ -116,12 +126,14 @@ class Answers:
         alone, batched, joined: ids and log-probabilities for each prompt: by itself, in one prefill, and with one more
             prompt joining at every step.
         logits: for each prompt all logits [T, V] after its tokens, prefilled together with the other prompts.
+        ring_lens: how many cells of a slot each layer has.
     """
 
     alone: list[tuple[list[int], list[float]]]
     batched: list[tuple[list[int], list[float]]]
     joined: list[tuple[list[int], list[float]]]
     logits: list[list[list[float]]]
+    ring_lens: list[int]
 
 
 def collect(runtime: Runtime, folder: str) -> Answers:
@@ -141,7 +153,14 @@ def collect(runtime: Runtime, folder: str) -> Answers:
     alone = [Driver(GeneratorStub(generator)).run(request.id, request)[0] for request in requests]
     batched = Driver(GeneratorStub(generator)).run(10, *requests)
     joined = _joined(generator)
-    return Answers(_plain(alone), _plain(batched), _plain(joined), _logits(runtime, generator))
+    logits, cache = _logits(runtime, generator), device_steps(generator)._cache
+    ring_lens = [cache.ring_len(layer) for layer in range(len(cache.keys))]
+    return Answers(_plain(alone), _plain(batched), _plain(joined), logits, ring_lens)
+
+
+def device_steps(generator: Generator) -> Any:
+    """What runs on the device under a generator."""
+    return generator._model._steps  # type: ignore[attr-defined]
 
 
 def _plain(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
@@ -165,7 +184,7 @@ def _logits(runtime: Runtime, generator: Generator) -> list[list[list[float]]]:
     from tpu_tgi_server.model.interface import PromptChunk
     from tpu_tgi_server.model.packing import pack_chunks, unpack_chunks
 
-    steps: Any = generator._model._steps  # type: ignore[attr-defined]
+    steps = device_steps(generator)
     chunks = [PromptChunk(slot, encode(prompt)) for slot, prompt in enumerate(PROMPTS)]
     packed = torch.from_numpy(pack_chunks(chunks, 64, steps.num_slots))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.families import FAMILIES, SHAPE, WINDOW
+from tests.families import FAMILIES, SHAPE, WINDOWS
 from tpu_tgi_server.config import Device, Settings
 from tpu_tgi_server.engine.loading import load_generator
 from tpu_tgi_server.model.architecture import find_model_class
@@ -52,19 +52,9 @@ def test_model_that_the_slots_do_not_fit_is_refused(kind: str) -> None:
         windows(model_type, fields)
 
 
-WITH_WINDOWS: dict[str, list[int | None]] = {
-    "mistral": [WINDOW, WINDOW],
-    "mixtral": [WINDOW, WINDOW],
-    "gemma-2": [WINDOW, None],
-    "gemma-3": [WINDOW, None],
-    "qwen2 with windows": [None, WINDOW],
-    "phi-3": [WINDOW, WINDOW],
-}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_that_is_served_tells_the_window_of_each_layer(family: str) -> None:
-    assert windows(*FAMILIES[family]) == WITH_WINDOWS.get(family, [None, None])
+    assert windows(*FAMILIES[family]) == WINDOWS.get(family, [None, None])
 
 
 def test_model_that_does_not_continue_text_is_refused() -> None:

@@ -93,10 +93,11 @@ class Slot:
 
 @given(st.data())
 def test_a_query_sees_its_window_and_nothing_else_whatever_was_written_before(data: st.DataObject) -> None:
-    """Rings are as short as the rule allows: the window and a step fill whole units."""
+    """Rings are as short as the rule allows: window and step fill whole units, or have one position more."""
     max_step_tokens = data.draw(st.integers(1, LENGTH_UNIT))
     num_units = data.draw(st.integers(1, 5))
-    window = data.draw(st.sampled_from([num_units * LENGTH_UNIT - max_step_tokens + 1, None]))
+    filling_window = num_units * LENGTH_UNIT - max_step_tokens + 1
+    window = data.draw(st.sampled_from([filling_window, filling_window + 1, None]))
     slot = Slot(window, ring_len(window, max_step_tokens, MAX_SLOT_LEN))
     sizes, spares = st.integers(1, max_step_tokens), st.integers(0, 2 * MAX_SLOT_LEN)
     slot.begin(data.draw(sizes), max_step_tokens)
