@@ -33,7 +33,7 @@ def run(_rank: int, runtime: Runtime, folder: Path, dtype: str) -> None:
     bare_bytes = peak_bytes()
     quantize = Quantize.INT8 if dtype == "int8" else None
     served = torch.bfloat16 if quantize else getattr(torch, dtype)
-    model = loading.load_weights(ModelFiles(folder, folder), served, runtime, quantize=quantize)
+    model = loading.load_weights(ModelFiles(folder, folder), served, runtime, quantize=quantize).module
     weights_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     runtime.tune(model)
     print(json.dumps({"bare_bytes": bare_bytes, "peak_bytes": peak_bytes(), "weights_bytes": weights_bytes}))

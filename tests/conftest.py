@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.tiny_model import save_tiny_model
+from tests.tiny_model import save_tiny_model, save_windowed_model
 
 # the same examples everywhere, however slow the machine
 hypothesis.settings.register_profile("tests", derandomize=True, deadline=None, database=None)
@@ -26,4 +26,12 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random Llama, see `tests.tiny_model`."""
     folder = tmp_path_factory.mktemp("tiny-model")
     save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def windowed_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Qwen2 with a sliding window in its second layer, see `tests.tiny_model`."""
+    folder = tmp_path_factory.mktemp("windowed-model")
+    save_windowed_model(folder)
     return folder

@@ -21,10 +21,14 @@ from tpu_tgi_server.config import Device, Parallel, Settings
 from tpu_tgi_server.runtime.interface import Runtime
 
 WINDOW = 8
+CHUNK_TOKENS = 16
+RING_LEN = 32
+"""Cells of a layer with the window: it and a chunk, in whole units."""
 PROMPT_LENS = (3, 13, 29)
-"""All but the first are longer than the window."""
-NUM_NEW_TOKENS = 10
-MAX_TOTAL_TOKENS = 64
+"""All but the first are longer than the window, and the last than a chunk."""
+NUM_NEW_TOKENS = 40
+"""More than a ring has cells."""
+MAX_TOTAL_TOKENS = 80
 PROMPTS = tuple(map(prompt_of_len, PROMPT_LENS))
 
 SHAPE: dict[str, Any] = {
@@ -88,6 +92,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the model type of transformers, and what differs from SHAPE."""
 
+WINDOWS: dict[str, list[int | None]] = {
+    "mistral": [WINDOW, WINDOW],
+    "mixtral": [WINDOW, WINDOW],
+    "gemma-2": [WINDOW, None],
+    "gemma-3": [WINDOW, None],
+    "qwen2 with windows": [None, WINDOW],
+    "phi-3": [WINDOW, WINDOW],
+}
+"""Of the two layers of each family that has any."""
+
 
 def save_family(name: str, folder: Path) -> None:
     """Write a model of a family to a folder, as transformers saves it."""
@@ -118,18 +132,26 @@ class Answers:
         alone, batched, joined: each prompt by itself, all in one prefill, and one more joining at every step.
         logits: for each prompt all logits [T, V] after its tokens, prefilled together with the other prompts; empty
             where they are out of reach.
+        ring_lens: how many cells of a slot each layer has; empty where that is out of reach.
     """
 
     alone: Outputs
     batched: Outputs
     joined: Outputs
     logits: list[list[list[float]]]
+    ring_lens: list[int]
 
 
 def settings_of(folder: str, device: Device, **given: Any) -> Settings:
     """Small slots of which there are more than prompts."""
     return Settings(
-        folder, device=device, max_batch_size=4, max_total_tokens=MAX_TOTAL_TOKENS, max_input_tokens=48, **given
+        folder,
+        device=device,
+        max_batch_size=4,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        max_input_tokens=36,
+        prefill_chunk_tokens=CHUNK_TOKENS,
+        **given,
     )
 
 
@@ -139,7 +161,9 @@ def collect(runtime: Runtime, folder: str) -> Answers:
 
     settings = settings_of(folder, Device.XLA_CPU if runtime.is_compiled else Device.CPU)
     generator, _ = load_generator(settings, runtime, lambda *_: None)
-    return Answers(*outputs(GeneratorStub(generator)), _logits(runtime, generator))
+    cache = device_steps(generator)._cache
+    ring_lens = [cache.ring_len(layer) for layer in range(len(cache.keys))]
+    return Answers(*outputs(GeneratorStub(generator)), _logits(runtime, generator), ring_lens)
 
 
 def outputs(stub: Stub) -> tuple[Outputs, Outputs, Outputs]:
@@ -148,6 +172,11 @@ def outputs(stub: Stub) -> tuple[Outputs, Outputs, Outputs]:
     alone = [Driver(stub).run(request.id, request)[0] for request in requests]
     batched = Driver(stub).run(10, *requests)
     return _plain(alone), _plain(batched), _plain(_joined(stub))
+
+
+def device_steps(generator: Any) -> Any:
+    """What runs on the device under a generator."""
+    return generator._model._steps
 
 
 def _plain(answers: list[Answer]) -> Outputs:
@@ -171,7 +200,7 @@ def _logits(runtime: Runtime, generator: Any) -> list[list[list[float]]]:
     from tpu_tgi_server.model.interface import PromptChunk
     from tpu_tgi_server.model.packing import pack_chunks, unpack_chunks
 
-    steps = generator._model._steps
+    steps = device_steps(generator)
     chunks = [PromptChunk(slot, encode(prompt)) for slot, prompt in enumerate(PROMPTS)]
     packed = torch.from_numpy(pack_chunks(chunks, MAX_TOTAL_TOKENS, steps.num_slots))
 
@@ -215,9 +244,7 @@ def _print_answers(_rank: int, runtime: Runtime, folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from tpu_tgi_server.model import buckets
     from tpu_tgi_server.runtime.select import select_runtime
 
-    buckets.MIN_PREFILL_TOKENS = MAX_TOTAL_TOKENS  # one size of prefill, so that there are only three graphs to compile
     chosen = select_runtime(Device(sys.argv[1]), parallel=Parallel(sys.argv[2]))
     chosen.launch(_print_answers, (chosen, sys.argv[3:]))

@@ -84,7 +84,7 @@ class MailboxStub:
 
 
 def collect_from_replicas(folders: list[Path]) -> dict[str, Answers]:
-    """The answers of all models. Logits are not to be had through a mailbox."""
+    """The answers of all models. What is on the device is not to be had through a mailbox."""
     settings = settings_of(
         json.dumps([str(folder) for folder in folders]), Device.CPU, replicas=2, logger_level="ERROR"
     )
@@ -100,7 +100,7 @@ def collect_from_replicas(folders: list[Path]) -> dict[str, Answers]:
         answers = {}
         try:
             for folder in folders:
-                answers[folder.name] = Answers(*outputs(stub), logits=[])
+                answers[folder.name] = Answers(*outputs(stub), logits=[], ring_lens=[])
                 stub.ClearCache(pb.ClearCacheRequest())
         finally:
             runner.run(mailbox.close())

@@ -25,9 +25,21 @@ PACES: dict[str, list[str]] = {"default": [], "plain": ["--no-step-ahead"], "sma
 """Long prompts in one piece or in chunks, one token a call or several, in step with the router or ahead of it."""
 
 
-@pytest.fixture(scope="module", params=["cpu default", "cpu plain", "cpu small", "xla-cpu default", "xla-cpu small"])
-def stub(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Any]:
-    device, pace = request.param.split()
+LLAMA = ["cpu default llama", "cpu plain llama", "cpu small llama", "xla-cpu default llama", "xla-cpu small llama"]
+WINDOWED = ["cpu small windowed", "xla-cpu small windowed"]
+"""One layer of that model keeps 48 cells of 256 positions: the window of 8 and a chunk of 32, in units of 16."""
+
+
+@pytest.fixture(scope="module", params=[*LLAMA, *WINDOWED])
+def setup(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    """Device, pace and model of a server."""
+    device, pace, model = request.param.split()
+    return device, pace, model
+
+
+@pytest.fixture(scope="module")
+def stub(setup: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Any]:
+    device, pace, _ = setup
     folder = tmp_path_factory.mktemp(device)
     options = ["--device", device, "--max-total-tokens", "256", "--max-batch-size", "8", *PACES[pace]]
     with ready_server(start_model_server(folder, model, *options)) as server, server.connect() as stub:
@@ -35,8 +47,8 @@ def stub(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_folder: Path) -> Path:
-    return tiny_model_folder
+def model(setup: tuple[str, str, str], tiny_model_folder: Path, windowed_model_folder: Path) -> Path:
+    return windowed_model_folder if setup[2] == "windowed" else tiny_model_folder
 
 
 @pytest.fixture

@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.families import FAMILIES, PROMPT_LENS, WINDOW, expected, save_family
+from tests.families import (
+    CHUNK_TOKENS,
+    FAMILIES,
+    MAX_TOTAL_TOKENS,
+    NUM_NEW_TOKENS,
+    PROMPT_LENS,
+    RING_LEN,
+    WINDOW,
+    WINDOWS,
+    expected,
+    save_family,
+)
 from tests.family_replicas import collect_from_replicas
 from tests.servers import ROOT
 
@@ -51,8 +62,17 @@ def answers(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_prompts_are_longer_than_the_window() -> None:
+def test_prompts_are_longer_than_the_window_and_one_than_a_chunk() -> None:
     assert sum(length > WINDOW for length in PROMPT_LENS) > 1
+    assert max(PROMPT_LENS) > CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("answers", MODES, indirect=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_with_a_window_keep_a_ring_that_answers_go_round(answers: Any, family: str) -> None:
+    assert RING_LEN < NUM_NEW_TOKENS < MAX_TOTAL_TOKENS
+    windows = WINDOWS.get(family, [None, None])
+    assert answers[family]["ring_lens"] == [MAX_TOTAL_TOKENS if window is None else RING_LEN for window in windows]
 
 
 @pytest.mark.parametrize("way", ["alone", "batched", "joined"])

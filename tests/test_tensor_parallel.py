@@ -130,6 +130,7 @@ from pathlib import Path
 from torch_xla.distributed.spmd import XLAShardedTensor
 from tpu_tgi_server.config import Device, Parallel, Settings
 from tpu_tgi_server.model import loading
+from tpu_tgi_server.model.cache import CacheSizes
 from tpu_tgi_server.model.files import find_model_files
 from tpu_tgi_server.runtime.select import select_runtime
 
@@ -139,10 +140,10 @@ def shapes(tensor):
 def main(rank, runtime):
     settings = Settings(sys.argv[1])
     files = find_model_files(settings, lambda *_: None)
-    model = loading.load_weights(files, runtime.default_dtype, runtime)
+    loaded = loading.load_weights(files, runtime.default_dtype, runtime)
     num_bytes = metrics.metric_data("OutboundData")[1]
-    cache = loading.allocate_cache(model.config, 2, 16, runtime.default_dtype, runtime)
-    found = {name: shapes(weight) for name, weight in model.named_parameters()}
+    cache = loading.allocate_cache(loaded.layers, CacheSizes(2, 16, 16), runtime.default_dtype, runtime)
+    found = {name: shapes(weight) for name, weight in loaded.module.named_parameters()}
     print(json.dumps({"num_bytes": num_bytes, "cache": shapes(cache.keys[0]), **found}))
 
 runtime = select_runtime(Device.XLA_CPU, parallel=Parallel.TENSOR)

@@ -1,4 +1,4 @@
-"""A random Llama of two layers and a byte-level tokenizer, saved as an ordinary model folder."""
+"""Random models of two layers and a byte-level tokenizer, saved as ordinary model folders."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ EOS = "<|eos|>"
 VOCAB_SIZE = 300
 MAX_POSITIONS = 512
 NUM_LAYERS = 2
+WINDOW = 8
+"""Of the second layer of the model that has windows."""
 
 CORPUS = ["the quick brown fox jumps over the lazy dog and then they read another story in the other garden"]
 
@@ -35,12 +37,26 @@ def byte_level_tokenizer() -> Any:
 
 
 def save_tiny_model(folder: Path) -> None:
-    """Write the model to `folder`. The weights are large, so that the best token never wins by a rounding error."""
-    import torch
+    """Write a Llama to `folder`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    _save(folder, LlamaConfig, LlamaForCausalLM)
+
+
+def save_windowed_model(folder: Path) -> None:
+    """Write a Qwen2 to `folder`, whose second layer has a sliding window."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    _save(folder, Qwen2Config, Qwen2ForCausalLM, **windows)
+
+
+def _save(folder: Path, config_class: Any, model_class: Any, **fields: Any) -> None:
+    """The weights are large, so that the best token never wins by a rounding error."""
+    import torch
+
     tokenizer = byte_level_tokenizer()
-    config = LlamaConfig(
+    config = config_class(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -52,7 +68,8 @@ def save_tiny_model(folder: Path) -> None:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=False,
+        **fields,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    model_class(config).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, attend, running, slot_attention
-from tpu_tgi_server.model.cache import StaticCacheXla, heads_a_row
+from tpu_tgi_server.model.cache import Places, StaticCacheXla, heads_a_row
 
 NUM_SLOTS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, MAX_LEN = 3, 2, 6, 8, 16
 
@@ -18,7 +18,8 @@ def _seed() -> None:
 
 def new_cache() -> StaticCacheXla:
     """A cache of one layer whose cells hold large numbers, so that a read of a cell that was not written shows."""
-    return StaticCacheXla(*[[torch.full((NUM_SLOTS, NUM_KV_HEADS, MAX_LEN, HEAD_SIZE), 1e4)] for _ in range(2)])
+    shape = (NUM_SLOTS, NUM_KV_HEADS, MAX_LEN, HEAD_SIZE)
+    return StaticCacheXla([torch.full(shape, 1e4)], [torch.full(shape, 1e4)], MAX_LEN)
 
 
 def heads(num_heads: int, num_tokens: int, num_rows: int = 1) -> Tensor:
@@ -93,7 +94,7 @@ def prefill_step(cache: StaticCacheXla, *prompts: tuple[int, int]) -> PrefillSte
     segments = [number for number, (_, length) in enumerate(prompts) for _ in range(length)]
     positions = [position for _, length in prompts for position in range(length)]
     slots = [slot for slot, length in prompts for _ in range(length)]
-    return PrefillStep(cache, int32(*segments), int32(*positions), int32(*slots), int32(*positions))
+    return PrefillStep(cache, int32(*segments), int32(*positions), Places(int32(*slots), int32(*positions)))
 
 
 def test_packed_prompts_do_not_see_each_other(window: int | None) -> None:
@@ -115,7 +116,7 @@ def test_decode_continues_each_slot_at_its_own_length(window: int | None) -> Non
             run(query[:, :, :-1], keys[:, :, :-1], values[:, :, :-1], step, window)
     query, keys, values = (torch.cat([tensors[part][:, :, -1:] for tensors in full]) for part in range(3))
     positions = int32(*[length - 1 for length in lengths])
-    decode = DecodeStep(cache, positions, torch.arange(NUM_SLOTS, dtype=torch.int32), context_len=8)
+    decode = DecodeStep(cache, Places(int32(*range(NUM_SLOTS)), positions), context_len=8)
     output = run(query, keys, values, decode, window)
     for slot, (query, keys, values) in enumerate(full):
         expected = peer(query, keys, values, causal_mask(lengths[slot], window), HEAD_SIZE**-0.5)
@@ -131,7 +132,7 @@ def test_attention_sinks_are_refused() -> None:
 def test_cache_writes_only_the_cells_that_are_named() -> None:
     cache = new_cache()
     keys, values = torch.randn(2, NUM_KV_HEADS, HEAD_SIZE), torch.randn(2, NUM_KV_HEADS, HEAD_SIZE)
-    cache.write(0, int32(2, 0), int32(5, 15), keys, values)
+    cache.write(0, Places(int32(2, 0), int32(5, 15)), keys, values)
     torch.testing.assert_close(cache.keys[0][2, :, 5], keys[0])
     torch.testing.assert_close(cache.values[0][0, :, 15], values[1])
     for tensor in (*cache.keys, *cache.values):
@@ -145,13 +146,12 @@ def test_numbers_that_overflow_stay_with_their_own_request(overflow: float) -> N
     step = prefill_step(cache, (0, 4), (1, 4))
     query, keys, values = heads(NUM_HEADS, 8), heads(NUM_KV_HEADS, 8), heads(NUM_KV_HEADS, 8)
     keys[:, :, :4] = values[:, :, :4] = overflow
-    output = attend(query, *step.store(0, keys, values), step.visible(None), 1.0, None)
+    output = attend(query, *step.store(0, keys, values), step.visible(0, None), 1.0, None)
     assert output[:, 4:].isfinite().all(), "the neighbour in the same prefill"
 
-    slots = int32(*range(NUM_SLOTS))
-    step_after = DecodeStep(cache, positions=int32(0, 0, 0), slots=slots, context_len=MAX_LEN)
+    step_after = DecodeStep(cache, Places(int32(*range(NUM_SLOTS)), int32(0, 0, 0)), context_len=MAX_LEN)
     query, keys, values = (heads(count, 1, NUM_SLOTS) for count in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
-    output = attend(query, *step_after.store(0, keys, values), step_after.visible(None), 1.0, None)
+    output = attend(query, *step_after.store(0, keys, values), step_after.visible(0, None), 1.0, None)
     assert output.isfinite().all(), "the next request in the slot"
 
 
@@ -169,9 +169,10 @@ def test_heads_side_by_side_in_the_cache_change_no_result(num_tokens: int, softc
 
 
 def test_cache_writes_heads_side_by_side() -> None:
-    cache = StaticCacheXla(*[[torch.zeros(NUM_SLOTS, 1, MAX_LEN, NUM_KV_HEADS * HEAD_SIZE)] for _ in range(2)])
+    shape = (NUM_SLOTS, 1, MAX_LEN, NUM_KV_HEADS * HEAD_SIZE)
+    cache = StaticCacheXla([torch.zeros(shape)], [torch.zeros(shape)], MAX_LEN)
     keys, values = heads(NUM_KV_HEADS, 1, 1)[:, :, 0], heads(NUM_KV_HEADS, 1, 1)[:, :, 0]
-    cache.write(0, int32(2), int32(5), keys, values)
+    cache.write(0, Places(int32(2), int32(5)), keys, values)
     torch.testing.assert_close(cache.keys[0][2, 0, 5], keys.reshape(-1))
     torch.testing.assert_close(cache.values[0][2, 0, 5], values.reshape(-1))
 

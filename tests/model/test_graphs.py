@@ -22,6 +22,18 @@ def facts(tiny_model_folder: Path) -> dict[int, Facts]:
     return {slots: collect_in_process(tiny_model_folder, slots, requests) for slots, requests in num_requests.items()}
 
 
+@pytest.fixture(scope="module")
+def windowed_dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what XLA made of the graphs of `windowed_facts`."""
+    return tmp_path_factory.mktemp("windowed-dump")
+
+
+@pytest.fixture(scope="module")
+def windowed_facts(windowed_model_folder: Path, windowed_dump: Path) -> Facts:
+    """Facts for a server of 4 slots whose second layer has 48 cells: a window of 8 and a row of 32, in units of 16."""
+    return collect_in_process(windowed_model_folder, 4, 50, dump=windowed_dump)
+
+
 def collect_in_process(
     folder: Path, num_slots: int, num_requests: int, parallel: str = "auto", dump: Path | None = None
 ) -> Facts:
@@ -75,8 +87,23 @@ def test_a_decode_step_is_one_execution_with_few_transfers(facts: dict[int, Fact
 def test_no_graph_copies_a_layers_keys_or_values(tmp_path: Path, tiny_model_folder: Path) -> None:
     """XLA may hand donated buffers of one shape to each other's results, and then copies them, whatever it counts."""
     collect_in_process(tiny_model_folder, num_slots=4, num_requests=0, dump=tmp_path)
-    shape = r"f32\[4,2,256,16\]"
-    modules = [path.read_text() for path in tmp_path.glob("*cpu_after_optimizations.txt")]
-    with_cache = [text for text in modules if re.search(shape, text)]
-    assert len(with_cache) == 6
-    assert [len(re.findall(rf"= {shape}\S* copy\(", text)) for text in with_cache] == [0] * 6
+    assert num_copies(tmp_path, 256) == [0] * 6
+
+
+def num_copies(dump: Path, num_cells: int) -> list[int]:
+    """How often each graph copies the keys or values of a layer with so many cells a slot."""
+    shape = rf"f32\[4,2,{num_cells},16\]"
+    modules = [path.read_text() for path in dump.glob("*cpu_after_optimizations.txt")]
+    return [len(re.findall(rf"= {shape}\S* copy\(", text)) for text in modules if re.search(shape, text)]
+
+
+def test_all_this_holds_where_layers_differ_in_length(windowed_facts: Facts, windowed_dump: Path) -> None:
+    """One of 50 requests goes through all 256 positions."""
+    found = windowed_facts
+    assert found.num_compiled_by_warm_up == found.num_graphs == 6
+    assert found.num_compiled_while_loading == found.num_compiled_by_second_warm_up == 0
+    assert found.num_compiled_by_requests == 0
+    assert found.num_aliased_buffers == found.num_graphs // 2 * (2 * NUM_LAYERS + 2 * NUM_LAYERS + 1)
+    assert found.greedy_step == found.sampled_step == StepFacts(1, 1, 1, 0)
+    assert found.masked_step == StepFacts(1, 2, 1, 0)
+    assert num_copies(windowed_dump, 256) == num_copies(windowed_dump, 48) == [0] * 6

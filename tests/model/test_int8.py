@@ -32,7 +32,9 @@ def test_channel_of_zeros_stays_zero() -> None:
 
 
 def int8_model(folder: Path) -> nn.Module:
-    model: nn.Module = load_weights(ModelFiles(folder, folder), torch.float32, CpuRuntime(), quantize=Quantize.INT8)
+    model: nn.Module = load_weights(
+        ModelFiles(folder, folder), torch.float32, CpuRuntime(), quantize=Quantize.INT8
+    ).module
     return model
 
 
@@ -46,7 +48,7 @@ def test_all_linear_layers_but_the_head_are_of_one_byte(tiny_model_folder: Path)
 
 def test_loaded_weights_are_the_rounded_ones_of_the_file(tiny_model_folder: Path) -> None:
     rounded = int8_model(tiny_model_folder)
-    exact = load_weights(ModelFiles(tiny_model_folder, tiny_model_folder), torch.float32, CpuRuntime())
+    exact = load_weights(ModelFiles(tiny_model_folder, tiny_model_folder), torch.float32, CpuRuntime()).module
     for name, module in rounded.named_modules():
         if isinstance(module, Int8Linear):
             weight, scale = quantize(exact.get_parameter(f"{name}.weight"))

@@ -1,6 +1,7 @@
 """What fits, and what loading costs."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from bench.loading import load_in_process, make_model
 from tests.servers import ROOT
+from tpu_tgi_server.model.cache import CacheSizes
 from tpu_tgi_server.model.files import ModelFiles
-from tpu_tgi_server.model.loading import check_cache_fits, load_weights
+from tpu_tgi_server.model.loading import allocate_cache, check_cache_fits, load_weights
+from tpu_tgi_server.model.probe import AttentionCall
 from tpu_tgi_server.runtime.cpu import CpuRuntime
 
 ALLOWANCE_BYTES = 25e6
@@ -29,6 +32,41 @@ def test_cache_that_does_not_fit_is_refused_with_what_would() -> None:
 @pytest.mark.parametrize("free_bytes", [8 * 10**9, None])
 def test_cache_that_fits_or_may_fit_is_accepted(free_bytes: int | None) -> None:
     check_cache_fits(8, bytes_a_slot=10**9, free_bytes=free_bytes)
+
+
+MISTRAL = AttentionCall(0, 8, 128, 128, window=4096, is_causal=True, has_sinks=False)
+"""A layer of Mistral 7B."""
+SIZES = CacheSizes(num_slots=2, max_slot_len=32768, max_step_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_cells"),
+    [
+        ([4096, 4096], [4608, 4608]),
+        ([None, None], [32768, 32768]),
+        ([4096, None], [4608, 32768]),
+        ([100_000, None], [32768, 32768]),
+    ],
+)
+def test_layer_with_a_window_has_cells_for_the_window_and_a_chunk_only(
+    windows: list[int | None], num_cells: list[int]
+) -> None:
+    layers = [replace(MISTRAL, window=window) for window in windows]
+    cache = allocate_cache(layers, SIZES, torch.bfloat16, CpuRuntime())
+    shapes = [(2, 8, cells, 128) for cells in num_cells]
+    assert [tuple(keys.shape) for keys in cache.keys] == [tuple(values.shape) for values in cache.values] == shapes
+    assert cache.max_slot_len == 32768
+
+
+def test_cache_counts_as_much_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots of two layers, 4608 cells of keys and values, 8 heads of 128 numbers of two bytes."""
+    num_bytes = 2 * 2 * 4608 * 2 * 8 * 128 * 2
+    monkeypatch.setattr(CpuRuntime, "free_memory_bytes", lambda _: num_bytes)
+    cache = allocate_cache([MISTRAL, MISTRAL], SIZES, torch.bfloat16, CpuRuntime())
+    assert sum(tensor.nbytes for tensor in (*cache.keys, *cache.values)) == num_bytes
+    monkeypatch.setattr(CpuRuntime, "free_memory_bytes", lambda _: num_bytes - 1)
+    with pytest.raises(ValueError, match=r"2 slots takes 0.1 GB, .*--max-batch-size to 1,"):
+        allocate_cache([MISTRAL, MISTRAL], SIZES, torch.bfloat16, CpuRuntime())
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +135,7 @@ def test_file_that_is_cut_off_is_named(tmp_path: Path, tiny_model_folder: Path) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_streamed_weights_are_those_that_transformers_loads(tiny_model_folder: Path, dtype: torch.dtype) -> None:
     """Every parameter and buffer, those that no file holds included."""
-    ours = load_weights(ModelFiles(tiny_model_folder, tiny_model_folder), dtype, CpuRuntime())
+    ours = load_weights(ModelFiles(tiny_model_folder, tiny_model_folder), dtype, CpuRuntime()).module
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=dtype)
     for kind in ("named_parameters", "named_buffers"):
         expected = dict(getattr(theirs, kind)())

@@ -48,6 +48,13 @@ def test_every_graph_of_the_server_is_traced_once(config_folder: Path, tmp_path:
     assert traced.cache_bytes == 2 * NUM_LAYERS * 4 * 256 * 2 * 16 * 2
 
 
+def test_cache_of_a_layer_with_a_window_counts_as_short_as_it_is(tmp_path: Path, windowed_model_folder: Path) -> None:
+    """256 cells in the first layer, 48 in the second: the window of 8 and a row of 32, in units of 16."""
+    traced = trace_graphs(request_for(windowed_model_folder, tmp_path, graphs=(DECODE,)))
+    assert traced.cache_bytes == 2 * 4 * (256 + 48) * 2 * 16 * 2
+    assert traced.cache_sizes == [4 * 48 * 2 * 16, 4 * 256 * 2 * 16]
+
+
 @needs_compiler
 def test_a_decode_step_compiles_for_a_tpu_and_updates_the_cache_in_place(config_folder: Path, tmp_path: Path) -> None:
     traced = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,)))

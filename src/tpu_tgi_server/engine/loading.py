@@ -11,7 +11,8 @@ from tpu_tgi_server.engine.tokenizer import load_tokenizer
 from tpu_tgi_server.engine.types import Limits, ModelInfo, Pace
 from tpu_tgi_server.model import loading
 from tpu_tgi_server.model.architecture import load_config
-from tpu_tgi_server.model.buckets import round_up_to_power_of_two
+from tpu_tgi_server.model.buckets import prefill_buckets, round_up_to_power_of_two
+from tpu_tgi_server.model.cache import CacheSizes
 from tpu_tgi_server.model.files import find_model_files
 from tpu_tgi_server.model.probe import rope_types
 from tpu_tgi_server.model.runner import ModelRunner, RunnerLimits
@@ -44,11 +45,11 @@ def load_generator(
     tokenizer = load_tokenizer(files.folder, settings.trust_remote_code)
     done("tokenizer")
     dtype = loading.DTYPES.get(settings.dtype, runtime.default_dtype)
-    weights = loading.load_weights(files, dtype, runtime, settings.trust_remote_code, settings.quantize)
-    runtime.tune(weights)
+    loaded = loading.load_weights(files, dtype, runtime, settings.trust_remote_code, settings.quantize)
+    runtime.tune(loaded.module)
     done("weights")
-    cache = loading.allocate_cache(config, limits.num_slots, limits.max_total_tokens, dtype, runtime)
-    steps = loading.make_steps(weights, cache, settings.watermark_delta, runtime)
+    cache = loading.allocate_cache(loaded.layers, cache_sizes(settings, limits), dtype, runtime)
+    steps = loading.make_steps(loaded.module, cache, settings.watermark_delta, runtime)
     model = ModelRunner(runtime, steps, runner_limits(settings.prefill_chunk_tokens, limits))
     done("cache")
     logger.info(
@@ -74,6 +75,12 @@ def runner_limits(prefill_chunk_tokens: int, limits: Limits) -> RunnerLimits:
     """No row is longer than a chunk, nor than the longest prompt needs."""
     max_row_tokens = min(prefill_chunk_tokens, round_up_to_power_of_two(limits.max_input_tokens))
     return RunnerLimits(max_row_tokens, limits.max_input_tokens, limits.max_total_tokens)
+
+
+def cache_sizes(settings: Settings, limits: Limits) -> CacheSizes:
+    """What one step writes of a slot is the longest row of prompts, or the tokens of one Decode."""
+    row_tokens = prefill_buckets(runner_limits(settings.prefill_chunk_tokens, limits).max_row_tokens)[-1]
+    return CacheSizes(limits.num_slots, limits.max_total_tokens, max(row_tokens, settings.decode_steps))
 
 
 def resolve_limits(settings: Settings, config: PreTrainedConfig) -> Limits:

@@ -3,8 +3,8 @@
 The function that transformers calls in every layer finds the step (what is run and where its keys and values go) in a
 context variable, which is set while the model runs. So model code runs unmodified, whatever it passes on to its layers.
 
-Shapes: B slots, T packed prompt tokens, C context length, H query heads, K key/value heads, G = H / K, D head size,
-P key/value heads side by side in a row of the cache.
+Shapes: B slots, T packed prompt tokens, C cells that are read of a slot, H query heads, K key/value heads, G = H / K,
+D head size, P key/value heads side by side in a row of the cache.
 Scores and their weighted sum are float32: rounding them to bfloat16 first changes greedy answers.
 """
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.cache import Places, StaticCacheXla
+from tpu_tgi_server.model.ring import visible_cells
 
 ATTENTION_NAME = "slot_cache"
 
@@ -30,7 +31,7 @@ class Step(Protocol):
         """Write those of the new tokens to the cache; return all that the queries may look at."""
         ...
 
-    def visible(self, window: int | None) -> Tensor:
+    def visible(self, layer: int, window: int | None) -> Tensor:
         """Which of them each query sees, for `attend`."""
         ...
 
@@ -55,24 +56,22 @@ class PrefillStep:
     Attributes:
         segments: int32 [T], which prompt a token belongs to.
         positions: int32 [T], the token's position in its prompt.
-        slots: int32 [T], the slot that its keys and values are written to.
-        cells: int32 [T], the position in that slot.
+        places: of the T tokens, where keys and values are written.
     """
 
     cache: StaticCacheXla
     segments: Tensor
     positions: Tensor
-    slots: Tensor
-    cells: Tensor
+    places: Places
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [1, K, T, D] to the cache; return what the queries look at, these keys and values."""
         values = finite(values)
-        self.cache.write(layer, self.slots, self.cells, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        self.cache.write(layer, self.places, keys[0].transpose(0, 1), values[0].transpose(0, 1))
         return keys, values
 
-    def visible(self, window: int | None) -> Tensor:
+    def visible(self, _layer: int, window: int | None) -> Tensor:
         """bool [1, 1, 1, T, T], true where a query (row) may see a key (column)."""
         if window not in self.masks:
             distance = self.positions[:, None] - self.positions[None, :]
@@ -86,34 +85,27 @@ class DecodeStep:
     """One token for each slot; a token sees the positions of its own slot up to its own.
 
     Attributes:
-        positions: int32 [B], where each slot's token goes.
+        places: of the B tokens, one in each slot in turn.
         context_len: how many positions are read, more than the largest position that matters.
     """
 
     cache: StaticCacheXla
-    positions: Tensor
-    slots: Tensor
+    places: Places
     context_len: int
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, K, 1, D] to the cache; return the first C positions, each [B, K / P, C, P D]."""
-        self.cache.write(layer, self.slots, self.positions, keys[:, :, 0], finite(values)[:, :, 0])
+        """Write keys and values [B, K, 1, D] to the cache; return the cells of the context, each [B, K / P, C, P D]."""
+        self.cache.write(layer, self.places, keys[:, :, 0], finite(values)[:, :, 0])
         return self.cache.read(layer, self.context_len)
 
-    def visible(self, window: int | None) -> Tensor:
-        """bool [B, 1, 1, 1, C], true where a slot's query may see a position."""
-        if window not in self.masks:
-            self.masks[window] = visible_positions(self.positions, self.context_len, window)[:, None, None, None, :]
-        return self.masks[window]
-
-
-def visible_positions(positions: Tensor, context_len: int, window: int | None) -> Tensor:
-    """bool [N, C], true where the query at one of N positions may see a position: its own or an earlier one."""
-    columns = torch.arange(context_len, dtype=torch.int32, device=positions.device)
-    distance = positions[:, None] - columns[None, :]
-    mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
+    def visible(self, layer: int, window: int | None) -> Tensor:
+        """bool [B, 1, 1, 1, C], true where a slot's query may see a cell."""
+        ring_len = self.cache.ring_len(layer)
+        if (ring_len, window) not in self.masks:
+            mask = visible_cells(self.places.positions, min(self.context_len, ring_len), ring_len, window)
+            self.masks[ring_len, window] = mask[:, None, None, None, :]
+        return self.masks[ring_len, window]
 
 
 def finite(values: Tensor) -> Tensor:
@@ -204,9 +196,10 @@ def slot_attention(
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks are not supported")
     step = _running_step.get()
-    keys, values = step.store(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    keys, values = step.store(layer, key, value)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, keys, values, step.visible(sliding_window), scaling, softcap), None
+    return attend(query, keys, values, step.visible(layer, sliding_window), scaling, softcap), None
 
 
 def register() -> None:

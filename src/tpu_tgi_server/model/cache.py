@@ -1,15 +1,20 @@
 """The KV cache: for every layer one tensor of keys and one of values, written in place.
 
-A cell is named by (slot, head, position). The cells of a slot at its length and beyond are scratch: padding and idle
-slots may write there, because a real token overwrites the cell before any query can see it.
+A cell is named by (slot, head, cell of the slot), and which position is in which cell is `model.ring`'s rule: a layer
+with a sliding window has fewer cells than the slot has positions. The positions of a slot at its length and beyond are
+scratch: padding and idle slots may write there, because a real token overwrites the cell before any query can see it.
 
 A TPU keeps the last dimension of a tensor in lanes of 128. Where heads are smaller than that, P of them stand side by
 side in one row: otherwise its compiler stores the cache with positions last, and turns all of it round and back for
 every write.
 """
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
+
+from tpu_tgi_server.model.ring import ring_cells
 
 NUM_LANES = 128
 
@@ -20,6 +25,42 @@ def heads_a_row(num_heads: int, head_size: int) -> int:
     return next((size for size in sizes if size * head_size % NUM_LANES == 0), 1)
 
 
+@dataclass(frozen=True)
+class CacheSizes:
+    """What a cache is made for.
+
+    Attributes:
+        num_slots: B.
+        max_slot_len: S, how many positions a slot has.
+        max_step_tokens: how many of them are written at most before the first of them is looked at: the tokens of a
+            chunk, or the decode steps that are started together.
+    """
+
+    num_slots: int
+    max_slot_len: int
+    max_step_tokens: int
+
+
+@dataclass
+class Places:
+    """Owns where one step writes, and the cells for it, found once for all layers of one length.
+
+    Attributes:
+        slots: int32 [N], the slot of each of N tokens.
+        positions: int32 [N], the position in that slot.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    cells: dict[int, Tensor] = field(default_factory=dict)
+
+    def cells_of(self, ring_len: int) -> Tensor:
+        """int32 [N], in layers with so many cells a slot."""
+        if ring_len not in self.cells:
+            self.cells[ring_len] = ring_cells(self.positions, ring_len)
+        return self.cells[ring_len]
+
+
 class StaticCacheXla:
     """Owns the keys and values of all slots and layers.
 
@@ -28,35 +69,36 @@ class StaticCacheXla:
     (a write through a view does not).
 
     Attributes:
-        keys: one tensor [B, K / P, S, P D] a layer.
+        keys: one tensor [B, K / P, R, P D] a layer, where R may differ from layer to layer.
         values: the same for the values.
+        max_slot_len: S, how many positions a slot has.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
+    def __init__(self, keys: list[Tensor], values: list[Tensor], max_slot_len: int) -> None:
         self.keys = keys
         self.values = values
+        self.max_slot_len = max_slot_len
         num_rows = keys[0].shape[1]
         self._rows = torch.arange(num_rows, dtype=torch.int32)[None, :].to(keys[0].device)
 
-    @property
-    def max_slot_len(self) -> int:
-        """S, how many positions a slot has."""
-        return self.keys[0].shape[2]
+    def ring_len(self, layer: int) -> int:
+        """R, how many cells of a slot a layer has."""
+        return self.keys[layer].shape[2]
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, places: Places, keys: Tensor, values: Tensor) -> None:
         """Write one cell for each of N tokens.
 
         Args:
             layer: the layer's index.
-            slots: int32 [N].
-            positions: int32 [N].
+            places: of the N tokens.
             keys: [N, K, D].
             values: [N, K, D].
         """
-        index = (slots[:, None], self._rows, positions[:, None])
+        index = (places.slots[:, None], self._rows, places.cells_of(self.ring_len(layer))[:, None])
         for tensor, cells in ((self.keys[layer], keys), (self.values[layer], values)):
             tensor.index_put_(index, cells.reshape(cells.shape[0], tensor.shape[1], tensor.shape[3]))
 
     def read(self, layer: int, context_len: int) -> tuple[Tensor, Tensor]:
-        """The first `context_len` positions of all slots: keys and values, each [B, K / P, context_len, P D]."""
+        """The cells of the first `context_len` positions, or all if there are fewer: keys and values of all slots, each
+        [B, K / P, C, P D]."""
         return self.keys[layer][:, :, :context_len], self.values[layer][:, :, :context_len]

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tpu_tgi_server.model.attention import finite, visible_positions
-from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.attention import finite
+from tpu_tgi_server.model.cache import Places, StaticCacheXla
+from tpu_tgi_server.model.ring import visible_cells
 
 
 @dataclass
@@ -14,28 +15,29 @@ class ChunkStep:
 
     Attributes:
         positions: int32 [T], the token's position in the prompt.
-        slots: int32 [T], the slot, in every entry.
-        cells: int32 [T], where keys and values go: `positions`, or a scratch cell for padding.
-        context_len: C, how many positions are read, more than the largest position that matters.
+        places: of the T tokens, all in one slot: `positions`, or scratch for padding.
+        context_len: how many positions are read, more than the largest position that matters.
     """
 
     cache: StaticCacheXla
     positions: Tensor
-    slots: Tensor
-    cells: Tensor
+    places: Places
     context_len: int
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [1, K, T, D] to the cache; return the slot's first C positions, each [1, K, C, D]."""
+        """Write keys and values [1, K, T, D] to the cache; return the slot's cells of the context, each
+        [1, K / P, C, P D]."""
         values = finite(values)
-        self.cache.write(layer, self.slots, self.cells, keys[0].transpose(0, 1), values[0].transpose(0, 1))
-        slot = self.slots[:1]
+        self.cache.write(layer, self.places, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        slot = self.places.slots[:1]
         all_keys, all_values = self.cache.read(layer, self.context_len)
         return all_keys.index_select(0, slot), all_values.index_select(0, slot)
 
-    def visible(self, window: int | None) -> Tensor:
-        """bool [1, 1, 1, T, C], true where a query (row) may see a position (column)."""
-        if window not in self.masks:
-            self.masks[window] = visible_positions(self.positions, self.context_len, window)[None, None, None]
-        return self.masks[window]
+    def visible(self, layer: int, window: int | None) -> Tensor:
+        """bool [1, 1, 1, T, C], true where a query (row) may see a cell (column)."""
+        ring_len = self.cache.ring_len(layer)
+        if (ring_len, window) not in self.masks:
+            mask = visible_cells(self.positions, min(self.context_len, ring_len), ring_len, window)
+            self.masks[ring_len, window] = mask[None, None, None]
+        return self.masks[ring_len, window]

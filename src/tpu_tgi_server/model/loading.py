@@ -1,19 +1,20 @@
 """From a model's files to weights on the device: reading them, allocating the cache."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from loguru import logger
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tpu_tgi_server.config import Dtype, Quantize
 from tpu_tgi_server.model import attention, experts, int8
 from tpu_tgi_server.model.architecture import find_model_class, load_config
-from tpu_tgi_server.model.cache import StaticCacheXla, heads_a_row
+from tpu_tgi_server.model.cache import CacheSizes, StaticCacheXla, heads_a_row
 from tpu_tgi_server.model.files import ModelFiles, weight_paths
-from tpu_tgi_server.model.probe import reason_against
+from tpu_tgi_server.model.probe import AttentionCall, layers_to_serve
+from tpu_tgi_server.model.ring import ring_len
 from tpu_tgi_server.model.sharding import WeightPlacer, bytes_a_core, share_out
 from tpu_tgi_server.model.steps import DeviceSteps
 from tpu_tgi_server.model.streaming import Stream, open_weights
@@ -21,7 +22,7 @@ from tpu_tgi_server.runtime.host_memory import freed_blocks_are_returned
 from tpu_tgi_server.runtime.interface import Runtime
 
 HEADS_AXIS = 1
-"""Of a layer's keys and values, [B, K, S, D]."""
+"""Of a layer's keys and values, [B, K, R, D]."""
 
 DTYPES = {
     Dtype.FLOAT32: torch.float32,
@@ -30,14 +31,27 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model whose attention goes over the slot cache.
+
+    Attributes:
+        module: in evaluation mode, on the runtime's device.
+        layers: what each of its layers asks of the cache.
+    """
+
+    module: PreTrainedModel
+    layers: list[AttentionCall]
+
+
 def load_weights(
     files: ModelFiles,
     dtype: torch.dtype,
     runtime: Runtime,
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
-) -> PreTrainedModel:
-    """The model in evaluation mode on the runtime's device, with attention over the slot cache.
+) -> LoadedModel:
+    """The model with its weights from the files.
 
     The host holds one tensor at a time beside what is on the device.
 
@@ -54,9 +68,10 @@ def load_weights(
         stream = replace(stream, prepare=int8.replace_linears, transform=int8.quantize_parameter)
     config = load_config(files.folder, trust_remote_code)
     model_class, config = find_model_class(config, files.folder, trust_remote_code)
-    reason = reason_against(model_class, config)
-    if reason is not None:
-        raise ValueError(f"{files.folder} is a {config.model_type} model and {reason}")
+    try:
+        layers = layers_to_serve(model_class, config)
+    except ValueError as error:
+        raise ValueError(f"{files.folder} is a {config.model_type} model and {error}") from error
     with freed_blocks_are_returned():
         model, report = model_class.from_pretrained(
             None,
@@ -76,7 +91,7 @@ def load_weights(
     model = model.eval().requires_grad_(False)
     share_out(model, placer)
     hold_longrope(model)
-    return model
+    return LoadedModel(model, layers)
 
 
 def hold_longrope(model: PreTrainedModel) -> None:
@@ -95,29 +110,37 @@ def few(items: Sequence[str], num_named: int = 3) -> str:
 
 
 def allocate_cache(
-    config: PreTrainedConfig, num_slots: int, max_total_tokens: int, dtype: torch.dtype, runtime: Runtime
+    layers: Sequence[AttentionCall], sizes: CacheSizes, dtype: torch.dtype, runtime: Runtime
 ) -> StaticCacheXla:
     """A cache of zeros on the device, where each core has its part of the key/value heads.
 
     Raises:
         ValueError: it does not fit; the message says what would.
     """
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slot_shape = (2 * config.num_hidden_layers, num_heads, max_total_tokens, head_size)
+    num_heads, head_size = layers[0].num_heads, layers[0].key_size
+    ring_lens = [ring_len(layer.window, sizes.max_step_tokens, sizes.max_slot_len) for layer in layers]
+    slot_shape = (2, num_heads, sum(ring_lens), head_size)
     bytes_a_slot = bytes_a_core(slot_shape, dtype.itemsize, HEADS_AXIS, runtime.num_cores)
-    check_cache_fits(num_slots, bytes_a_slot, runtime.free_memory_bytes())
-    if runtime.num_cores > 1:
-        logger.info("{:.1f} MB of KV cache on each of {} cores", num_slots * bytes_a_slot / 1e6, runtime.num_cores)
+    check_cache_fits(sizes.num_slots, bytes_a_slot, runtime.free_memory_bytes())
+    log_cache(ring_lens, sizes, bytes_a_slot, runtime.num_cores)
     is_one_core = runtime.is_compiled and runtime.num_cores == 1  # several share the heads, so each has its own row
     num_side_by_side = heads_a_row(num_heads, head_size) if is_one_core else 1
-    shape = (num_slots, num_heads // num_side_by_side, max_total_tokens, num_side_by_side * head_size)
+    num_rows, row_size = num_heads // num_side_by_side, num_side_by_side * head_size
 
-    def layers() -> list[torch.Tensor]:
-        zeros = (torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers))
-        return [runtime.to_device(layer, HEADS_AXIS) for layer in zeros]
+    def zeros() -> list[torch.Tensor]:
+        shapes = ((sizes.num_slots, num_rows, length, row_size) for length in ring_lens)
+        return [runtime.to_device(torch.zeros(shape, dtype=dtype), HEADS_AXIS) for shape in shapes]
 
-    return StaticCacheXla(keys=layers(), values=layers())
+    return StaticCacheXla(zeros(), zeros(), sizes.max_slot_len)
+
+
+def log_cache(ring_lens: Sequence[int], sizes: CacheSizes, bytes_a_slot: int, num_cores: int) -> None:
+    """Say how large the cache is, and which layers need less than others."""
+    of_cores = f" on each of {num_cores} cores" if num_cores > 1 else ""
+    logger.info("{:.1f} MB of KV cache{}", sizes.num_slots * bytes_a_slot / 1e6, of_cores)
+    shorter = [length for length in ring_lens if length < sizes.max_slot_len]
+    if shorter:
+        logger.info("{} of {} layers keep no more than {} tokens", len(shorter), len(ring_lens), max(shorter))
 
 
 def check_cache_fits(num_slots: int, bytes_a_slot: int, free_bytes: int | None) -> None:

@@ -67,8 +67,26 @@ def attention_calls(model_class: Any, config: PreTrainedConfig) -> list[Attentio
     return calls
 
 
-def reason_against(model_class: Any, config: PreTrainedConfig) -> str | None:
-    """Why a model cannot be served right, as the end of a sentence about it; None if it can."""
+def layers_to_serve(model_class: Any, config: PreTrainedConfig) -> list[AttentionCall]:
+    """What each layer asks of the slot cache.
+
+    Raises:
+        ValueError: the model cannot be served right; the message is the end of a sentence about it.
+    """
+    reason = _reason_against_config(model_class, config)
+    if reason is not None:
+        raise ValueError(reason)
+    try:
+        calls = attention_calls(model_class, config)
+    except Exception as error:
+        raise ValueError(f"cannot be run with the attention of the slots: {error}") from error
+    reason = _reason_against_calls(calls, config.get_text_config())
+    if reason is not None:
+        raise ValueError(reason)
+    return calls
+
+
+def _reason_against_config(model_class: Any, config: PreTrainedConfig) -> str | None:
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         return "is quantized already: choose a model that is not, and --quantize int8 if it has to be small"
@@ -83,11 +101,7 @@ def reason_against(model_class: Any, config: PreTrainedConfig) -> str | None:
         return "shares keys and values between layers, which the slots do not"
     if DATA_DEPENDENT_ROPE in rope_types(text):
         return "has dynamic rotary positions, with which answers depend on the other requests of the batch"
-    try:
-        calls = attention_calls(model_class, config)
-    except Exception as error:
-        return f"cannot be run with the attention of the slots: {error}"
-    return _reason_against_calls(calls, text)
+    return None
 
 
 def _reason_against_calls(calls: list[AttentionCall], text: PreTrainedConfig) -> str | None:

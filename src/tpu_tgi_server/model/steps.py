@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, Step, running
-from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.cache import Places, StaticCacheXla
 from tpu_tgi_server.model.chunk_attention import ChunkStep
 from tpu_tgi_server.model.packing import CHOICE_FIELDS, ChunkTensors, unpack_chunks, unpack_sampler
 from tpu_tgi_server.model.sampling import SamplerTensors, Stages, choose, choose_greedily, prompt_logprobs
@@ -113,11 +113,12 @@ class DeviceSteps:
 
     def _prompt_logits(self, chunks: ChunkTensors, context_len: int | None, logits_to_keep: Tensor | int) -> Tensor:
         """[1, N, V] for a packed row."""
+        places = Places(chunks.slots, chunks.cells)
         step: Step
         if context_len is None:
-            step = PrefillStep(self._cache, chunks.segments, chunks.positions, chunks.slots, chunks.cells)
+            step = PrefillStep(self._cache, chunks.segments, chunks.positions, places)
         else:
-            step = ChunkStep(self._cache, chunks.positions, chunks.slots, chunks.cells, context_len)
+            step = ChunkStep(self._cache, chunks.positions, places, context_len)
         with running(step):
             output = self._model(
                 input_ids=chunks.token_ids[None],
@@ -130,7 +131,7 @@ class DeviceSteps:
 
     def _token_logits(self, tokens: Tensor, positions: Tensor, context_len: int) -> Tensor:
         """[B, V] for one token in each slot."""
-        step = DecodeStep(self._cache, positions=positions, slots=self._slots, context_len=context_len)
+        step = DecodeStep(self._cache, Places(self._slots, positions), context_len)
         with running(step):
             output = self._model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
         logits: Tensor = output.logits[:, 0]

@@ -16,11 +16,12 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from tpu_tgi_server.config import Dtype, Settings
-from tpu_tgi_server.engine.loading import resolve_limits, runner_limits
+from tpu_tgi_server.engine.loading import cache_sizes, resolve_limits, runner_limits
 from tpu_tgi_server.model import buckets, loading
 from tpu_tgi_server.model.architecture import load_config
 from tpu_tgi_server.model.cache import StaticCacheXla
 from tpu_tgi_server.model.interface import Graph
+from tpu_tgi_server.model.probe import attention_calls
 from tpu_tgi_server.model.runner import ModelRunner
 from tpu_tgi_server.plan.hollow import hollow_model
 from tpu_tgi_server.plan.messages import REFERENCE, Traced, TraceRequest
@@ -47,7 +48,8 @@ def trace(request: TraceRequest) -> Traced:
     limits = resolve_limits(sizes, config)
     dtype = loading.DTYPES.get(Dtype(request.dtype), runtime.default_dtype)
     model = hollow_model(folder, dtype, runtime, request.trust_remote_code)
-    cache = loading.allocate_cache(config, limits.num_slots, limits.max_total_tokens, dtype, runtime)
+    layers = attention_calls(type(model), model.config)
+    cache = loading.allocate_cache(layers, cache_sizes(sizes, limits), dtype, runtime)
     steps = loading.make_steps(model, cache, sizes.watermark_delta, runtime)
     sizes_of_graphs = runner_limits(sizes.prefill_chunk_tokens, limits)
     runner = ModelRunner(runtime, steps, sizes_of_graphs)
