@@ -19,6 +19,7 @@ from bench.graphs import measure_graphs
 from bench.joining import measure_join
 from bench.kinds import StepCost, kinds_table, measure_host, measure_kinds
 from bench.loading import measure_loading
+from bench.packing import measure_packing
 from bench.peer import transformers_peer
 from bench.plot import draw
 from bench.server import served_model
@@ -41,6 +42,7 @@ class Benchmark:
             "arrivals": self._arrivals,
             "steps": self._steps,
             "host": self._host,
+            "packing": lambda: iter(measure_packing(model)),
             "xla": lambda: iter(measure_graphs()),
             "loading": lambda: iter(measure_loading()),
         }
@@ -67,7 +69,9 @@ class Benchmark:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--only", nargs="+", metavar="PART", help="streams, arrivals, steps, host, xla, loading")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="streams, arrivals, steps, host, packing, xla, loading"
+    )
     parser.add_argument("--strict", action="store_true", help="status 1 if a bar is missed")
     parser.add_argument(
         "--chunk-tokens", type=int, default=128, help="prompt tokens that the server prefills at a time"
