@@ -117,9 +117,9 @@ OnGraph = Callable[[Graph, int, int], None]
 class Model(Protocol):
     """A model with a cache of `num_slots` slots of `max_total_tokens` positions each.
 
-    The positions of a slot at its length and beyond are scratch: a step may write there, as many as a prefill has tokens
-    or as steps are started together, and never reads a position that the slot's own request has not written. Steps are
-    carried out in the order in which they are started.
+    The positions of a slot at its length and beyond are scratch: a step may write there, as many as a prefill has
+    tokens or as steps are started together, and never reads a position that the slot's own request has not written.
+    Steps are carried out in the order in which they are started.
     """
 
     @property
