@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def windows(model_type: str, fields: dict[str, Any]) -> list[int | None]:
     """Of each layer of a model that is served."""
     config = AutoConfig.for_model(model_type, **{**SHAPE, **fields})
-    layers = layers_to_serve(*find_model_class(config, Path("model"), trust_remote_code=False))
+    layers = layers_to_serve(*find_model_class(config, Path("model"), trust_remote_code=False), Path("model"))
     return [layer.window for layer in layers]
 
 

@@ -71,6 +71,12 @@ def test_a_config_of_an_unknown_architecture_is_one_sentence(tmp_path: Path) -> 
         trace_graphs(request_for(tmp_path, tmp_path))
 
 
+def test_a_model_that_the_server_refuses_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(PlanError, match="is a mamba model and keeps a recurrent state"):
+        trace_graphs(request_for(tmp_path, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

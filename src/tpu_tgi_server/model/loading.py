@@ -68,10 +68,7 @@ def load_weights(
         stream = replace(stream, prepare=int8.replace_linears, transform=int8.quantize_parameter)
     config = load_config(files.folder, trust_remote_code)
     model_class, config = find_model_class(config, files.folder, trust_remote_code)
-    try:
-        layers = layers_to_serve(model_class, config)
-    except ValueError as error:
-        raise ValueError(f"{files.folder} is a {config.model_type} model and {error}") from error
+    layers = layers_to_serve(model_class, config, files.folder)
     with freed_blocks_are_returned():
         model, report = model_class.from_pretrained(
             None,

@@ -65,7 +65,7 @@ class ChunkTensors:
         token_ids, next_ids: [T], the prompt's tokens, and the token that comes after each.
         segments: [T], which chunk a token belongs to.
         positions: [T], the token's position in its prompt.
-        slots, cells: [T], where its keys and values go.
+        slots, cells: [T], where its keys and values go: a slot, and a position there.
         last_indexes: [B], for each slot the index of its chunk's last token; 0 for slots without a chunk.
         is_begun: [B], 1 for slots whose prompt begins in this row.
     """

@@ -6,6 +6,7 @@ transformers' attention interface, and asks for nothing there that the slot cach
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,22 +68,23 @@ def attention_calls(model_class: Any, config: PreTrainedConfig) -> list[Attentio
     return calls
 
 
-def layers_to_serve(model_class: Any, config: PreTrainedConfig) -> list[AttentionCall]:
-    """What each layer asks of the slot cache.
+def layers_to_serve(model_class: Any, config: PreTrainedConfig, folder: Path) -> list[AttentionCall]:
+    """What each layer of the model in a folder asks of the slot cache.
 
     Raises:
-        ValueError: the model cannot be served right; the message is the end of a sentence about it.
+        ValueError: the model cannot be served right; the message says why.
     """
+    subject = f"{folder} is a {config.model_type} model and"
     reason = _reason_against_config(model_class, config)
     if reason is not None:
-        raise ValueError(reason)
+        raise ValueError(f"{subject} {reason}")
     try:
         calls = attention_calls(model_class, config)
     except Exception as error:
-        raise ValueError(f"cannot be run with the attention of the slots: {error}") from error
+        raise ValueError(f"{subject} cannot be run with the attention of the slots: {error}") from error
     reason = _reason_against_calls(calls, config.get_text_config())
     if reason is not None:
-        raise ValueError(reason)
+        raise ValueError(f"{subject} {reason}")
     return calls
 
 

@@ -48,6 +48,8 @@ def visible_cells(positions: Tensor, num_cells: int, ring_len: int, window: int 
         bool [N, C].
     """
     cells = torch.arange(num_cells, dtype=torch.int32, device=positions.device)
-    distance = (positions[:, None] - cells[None, :]) % ring_len
+    distance = ring_cells(positions, ring_len)[:, None] - cells[None, :]
+    # by `%` a chunk of Gemma 2 2B over 8192 positions took libtpu 0.0.21 146 s to compile, and so 30 s
+    distance = torch.where(distance < 0, distance + ring_len, distance)
     mask = distance <= positions[:, None]
     return mask if window is None else mask & (distance < window)

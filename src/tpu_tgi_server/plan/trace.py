@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from tpu_tgi_server.config import Dtype, Settings
 from tpu_tgi_server.engine.loading import cache_sizes, resolve_limits, runner_limits
 from tpu_tgi_server.model import buckets, loading
-from tpu_tgi_server.model.architecture import load_config
+from tpu_tgi_server.model.architecture import find_model_class, load_config
 from tpu_tgi_server.model.cache import StaticCacheXla
 from tpu_tgi_server.model.interface import Graph
-from tpu_tgi_server.model.probe import attention_calls
+from tpu_tgi_server.model.probe import layers_to_serve
 from tpu_tgi_server.model.runner import ModelRunner
 from tpu_tgi_server.plan.hollow import hollow_model
 from tpu_tgi_server.plan.messages import REFERENCE, Traced, TraceRequest
@@ -33,22 +33,22 @@ def trace(request: TraceRequest) -> Traced:
     """Trace the graphs that the request names.
 
     Raises:
-        OSError, ValueError: the model's config cannot be read, or the sizes do not fit it.
+        OSError, ValueError: the model's config cannot be read, the model cannot be served, or the sizes do not fit it.
         RuntimeError: a step cannot be traced.
     """
     runtime = TracingRuntime()
     folder = Path(request.folder)
-    config = load_config(folder, request.trust_remote_code).get_text_config()
+    config = load_config(folder, request.trust_remote_code)
+    layers = layers_to_serve(*find_model_class(config, folder, request.trust_remote_code), folder)
     sizes = Settings(
         request.folder,
         max_batch_size=request.num_slots,
         max_input_tokens=request.max_input_tokens,
         max_total_tokens=request.max_total_tokens,
     )
-    limits = resolve_limits(sizes, config)
+    limits = resolve_limits(sizes, config.get_text_config())
     dtype = loading.DTYPES.get(Dtype(request.dtype), runtime.default_dtype)
     model = hollow_model(folder, dtype, runtime, request.trust_remote_code)
-    layers = attention_calls(type(model), model.config)
     cache = loading.allocate_cache(layers, cache_sizes(sizes, limits), dtype, runtime)
     steps = loading.make_steps(model, cache, sizes.watermark_delta, runtime)
     sizes_of_graphs = runner_limits(sizes.prefill_chunk_tokens, limits)
