@@ -30,6 +30,7 @@ from tpu_tgi_server.mailbox.messages import (
     Done,
     Filter,
     Filtered,
+    Measured,
     Prefill,
     Prepare,
     Prepared,
@@ -56,7 +57,7 @@ Loader = Callable[[Settings, Runtime, OnStage], tuple[Generator, ModelInfo]]
 """Loads a model on a runtime. It is named by a "module:function" string, so that the root need not import it."""
 
 
-def run_agent_process(settings: Settings, loader: str, connection: Connection) -> None:
+def run_agent_process(settings: Settings, loader: str | None, connection: Connection) -> None:
     """The main function of an agent's process. It ends when the root closes the connection, or with status 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal reaches us too, but is the root's to handle
     configure_logging(settings.logger_level, settings.json_output)
@@ -65,7 +66,10 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
     try:
         runtime = select_runtime(settings.device, settings.compilation_cache, settings.parallel)
-        runtime.launch(_run_agent, (settings, loader, runtime, connection, commands))
+        if loader is None:
+            _measure(settings, connection)
+        else:
+            runtime.launch(_run_agent, (settings, loader, runtime, connection, commands))
     except BrokenPipeError:
         sys.exit(1)  # the root is gone
     except Exception as error:
@@ -76,6 +80,15 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
         with suppress(BrokenPipeError):
             connection.send(Broken(f"{error}" if is_expected else f"{type(error).__name__}: {error}"))
         sys.exit(1)
+
+
+def _measure(settings: Settings, connection: Connection) -> None:
+    from tpu_tgi_server.engine.needs import model_needs  # brings transformers, which a loader may do without
+
+    def on_file(name: str, done: int, total: int) -> None:
+        connection.send(Progress("measuring", name, done, total))
+
+    connection.send(Measured(model_needs(settings, on_file)))
 
 
 def _run_agent(
