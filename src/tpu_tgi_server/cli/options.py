@@ -46,11 +46,15 @@ QuantizeOption = Annotated[
 ]
 ParallelOption = Annotated[
     Parallel | None,
-    _setting("parallel", "How several chips share the work: replica gives each a model of its own, tensor splits one."),
+    _setting(
+        "parallel",
+        "How several chips share the work: replica gives each a model of its own, tensor splits one. "
+        "auto takes replica if the model and its slots fit one chip.",
+    ),
 ]
 Replicas = Annotated[
     int | None,
-    _setting("replicas", "How many models run side by side.", "every chip with --parallel replica, else 1"),
+    _setting("replicas", "How many models run side by side.", "every chip where --parallel comes to replica, else 1"),
 ]
 MaxBatchSize = Annotated[
     int | None, _setting("max_batch_size", "Slots: how many requests run at once. More wait for a slot.")

@@ -31,6 +31,7 @@ from tpu_tgi_server.mailbox.messages import (
     Done,
     Filter,
     Filtered,
+    Measured,
     Prefill,
     Prepare,
     Prepared,
@@ -57,7 +58,7 @@ Loader = Callable[[Settings, Runtime, OnStage], tuple[Generator, ModelInfo]]
 """Loads a model on a runtime. It is named by a "module:function" string, so that the root need not import it."""
 
 
-def run_agent_process(settings: Settings, loader: str, connection: Connection) -> None:
+def run_agent_process(settings: Settings, loader: str | None, connection: Connection) -> None:
     """The main function of an agent's process. It ends when the root closes the connection, or with status 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal reaches us too, but is the root's to handle
     configure_logging(settings.logger_level, settings.json_output)
@@ -69,7 +70,10 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     writer.start()
     try:
         runtime = select_runtime(settings.device, settings.compilation_cache, settings.parallel)
-        runtime.launch(_run_agent, (settings, loader, runtime, commands, replies))
+        if loader is None:
+            _measure(settings, replies)
+        else:
+            runtime.launch(_run_agent, (settings, loader, runtime, commands, replies))
     except Exception as error:
         is_expected = isinstance(error, OSError | ValueError)
         if not is_expected:
@@ -80,6 +84,15 @@ def run_agent_process(settings: Settings, loader: str, connection: Connection) -
     finally:
         replies.put(None)
         writer.join()
+
+
+def _measure(settings: Settings, replies: "queue.SimpleQueue[Reply | Progress | None]") -> None:
+    from tpu_tgi_server.engine.needs import model_needs  # brings transformers, which a loader may do without
+
+    def on_file(name: str, done: int, total: int) -> None:
+        replies.put(Progress("measuring", name, done, total))
+
+    replies.put(Measured(model_needs(settings, on_file)))
 
 
 def _run_agent(

@@ -9,6 +9,8 @@
      │ ◀─────────── the command's own result,  │   one a command
      │              or Refused, or Broken      │
 
+With `--parallel auto` on several chips, another process comes before: it sends Progress and Measured, and ends.
+
 Refused: nothing has changed, the agent goes on. Broken: the agent's state is lost, and it exits after saying so.
 A closed connection means that the other side is dead, whatever the reason; the survivor ends itself.
 """
@@ -16,6 +18,7 @@ A closed connection means that the other side is dead, whatever the reason; the 
 from dataclasses import dataclass
 
 from tpu_tgi_server.engine.types import Batch, CachedBatch, EngineError, GrammarSource, ModelInfo, StepResult
+from tpu_tgi_server.runtime.parallel import ModelNeeds
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,13 @@ class Ready:
     """The model is loaded and commands are taken."""
 
     info: ModelInfo
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the model takes of memory; said instead of Ready by a process that loads nothing."""
+
+    needs: ModelNeeds
 
 
 @dataclass(frozen=True)
@@ -110,4 +120,4 @@ class Broken:
 
 
 Command = Prepare | Prefill | Decode | Filter | Clear | WarmUp
-Reply = Ready | Prepared | StepResult | Filtered | Done | Refused | Broken
+Reply = Ready | Measured | Prepared | StepResult | Filtered | Done | Refused | Broken

@@ -31,10 +31,17 @@ class AgentProcess:
     """Owns one agent process and the root's end of the connection to it.
 
     The connection is a socket pair, which no other process can reach.
+
+    Args:
+        loader: see `agent.Loader`; None for a process that only says what the model takes of memory.
     """
 
     def __init__(
-        self, settings: Settings, loader: str, on_progress: Callable[[Progress], None], share: Share | None = None
+        self,
+        settings: Settings,
+        loader: str | None,
+        on_progress: Callable[[Progress], None],
+        share: Share | None = None,
     ) -> None:
         self._on_progress = on_progress
         self._connection: Connection
@@ -134,7 +141,7 @@ class AgentProcess:
         return f"the agent was ended by signal {-code}" if code < 0 else f"the agent exited with status {code}"
 
 
-def _run_agent(settings: Settings, loader: str, connection: Connection, share: Share) -> None:
+def _run_agent(settings: Settings, loader: str | None, connection: Connection, share: Share) -> None:
     """The agent's end is imported in the agent's process only: it brings torch and transformers with it.
 
     They read the environment when they are loaded.

@@ -1,7 +1,9 @@
-"""The TPUs that can be planned for, and what is published about them."""
+"""The TPUs that can be planned for."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from tpu_tgi_server.runtime.chips import CHIPS as CHIPS
+from tpu_tgi_server.runtime.chips import Chip as Chip
 
 
 class Tpu(StrEnum):
@@ -15,30 +17,9 @@ class Tpu(StrEnum):
     V6E_8 = "v6e-8"
 
     @property
-    def chip(self) -> "Chip":
+    def chip(self) -> Chip:
         return CHIPS[self.value.split("-")[0]]
 
     @property
     def num_chips(self) -> int:
         return int(self.value.split("-")[1])
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One chip.
-
-    Attributes:
-        name: what libtpu calls its topology.
-        memory_bytes: what libtpu 0.0.21 lets one program use; seen as the limit in its own refusals.
-        bandwidth: bytes a second between memory and chip, from docs.cloud.google.com/tpu/docs/v5e and v6e.
-    """
-
-    name: str
-    memory_bytes: int
-    bandwidth: float
-
-
-CHIPS = {
-    "v5e": Chip("v5e", memory_bytes=63 << 28, bandwidth=819e9),  # 15.75 GiB
-    "v6e": Chip("v6e", memory_bytes=125 << 28, bandwidth=1638e9),  # 31.25 GiB
-}

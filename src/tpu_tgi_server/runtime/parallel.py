@@ -1,6 +1,9 @@
-"""What `--parallel auto` means. Touches no device: the choice comes before any process may hold one."""
+"""What `--parallel auto` means on a host with several chips. Touches no device: the choice comes before any process may
+hold one."""
 
-from tpu_tgi_server.config import Device, Parallel
+from dataclasses import dataclass
+
+from tpu_tgi_server.config import Parallel
 
 USEFUL_SLOTS = 4
 """With fewer slots than this beside its weights, a core reads all weights for too few tokens."""
@@ -9,33 +12,44 @@ WORKING_SHARE = 0.1
 """Of a core's memory, for what a step computes and for what XLA keeps to itself."""
 
 
-def choose_parallel(
-    wanted: Parallel,
-    device: Device,
-    num_cores: int,
-    weight_bytes: int,
-    slot_bytes: int,
-    num_slots: int,
-    core_bytes: int | None,
-) -> Parallel:
-    """How the cores are used: `replica` where one core holds the model and a useful cache, else `tensor`.
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What a model takes of the memory of the cores.
 
-    Still `auto` means one core: where there is no other, or no TPU and nobody asked.
+    Attributes:
+        weight_bytes: of the whole model, as it is served.
+        slot_bytes: of the keys and values of one slot, all heads.
+    """
+
+    weight_bytes: int
+    slot_bytes: int
+
+
+def choose_parallel(needs: ModelNeeds, num_slots: int, num_chips: int, core_bytes: int) -> tuple[Parallel, str]:
+    """How the chips are used: `replica` where one holds the model and its part of the cache, else `tensor`.
 
     Args:
-        wanted: what the operator asked for; anything but `auto` is taken.
-        device: resolved.
-        num_cores: of the host.
-        weight_bytes: of the whole model in its dtype.
-        slot_bytes: of the keys and values of one slot, all heads.
-        num_slots: that the operator asked for; a cache of fewer is useful if it has these.
-        core_bytes: the memory of one core; None if it is not known, which counts as enough.
+        needs: of the model.
+        num_slots: that the operator asked for, which replicas divide. Each should have room for USEFUL_SLOTS of them.
+        num_chips: of the host, at least 2.
+        core_bytes: the memory of one of them.
+
+    Returns:
+        The choice, and the sentence that gives the reason.
     """
-    if wanted is not Parallel.AUTO:
-        return wanted
-    if device is not Device.TPU or num_cores == 1:
-        return Parallel.AUTO
-    if core_bytes is None:
-        return Parallel.REPLICA
-    needed = weight_bytes + min(num_slots, USEFUL_SLOTS) * slot_bytes
-    return Parallel.REPLICA if needed <= core_bytes * (1 - WORKING_SHARE) else Parallel.TENSOR
+    slots = max(-(-num_slots // num_chips), min(num_slots, USEFUL_SLOTS))
+    cache_bytes = slots * needs.slot_bytes
+    usable_bytes = core_bytes * (1 - WORKING_SHARE)
+    fits = needs.weight_bytes + cache_bytes <= usable_bytes
+    choice = f"{Parallel.REPLICA} on" if fits else f"{Parallel.TENSOR} over"
+    reason = (
+        f"the weights ({gigabytes(needs.weight_bytes)}) and {slots} slots ({gigabytes(cache_bytes)}) "
+        f"{'fit' if fits else 'do not fit'} the {gigabytes(usable_bytes)} that one chip has for them"
+    )
+    parallel = Parallel.REPLICA if fits else Parallel.TENSOR
+    return parallel, f"parallel: {choice} {num_chips} chips, as {reason}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """In words."""
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -7,10 +7,11 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from math import inf
 from pathlib import Path
+from typing import Any, TypeVar
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -18,6 +19,7 @@ from loguru import logger
 
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.types import ModelInfo
+from tpu_tgi_server.mailbox.choice import resolve_parallel
 from tpu_tgi_server.mailbox.messages import Progress
 from tpu_tgi_server.mailbox.process import AgentDiedError
 from tpu_tgi_server.mailbox.root import DEFAULT_LOADER, RootMailbox
@@ -27,6 +29,8 @@ from tpu_tgi_server.service.shard import Shard
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest limit that gRPC takes. Its default of 4 MiB refuses the warm-up of large prefill budgets."""
 
+ResultT = TypeVar("ResultT")
+
 LAST_WORDS_S = 1.0
 """How long calls in flight may take to deliver their errors when the agent has ended."""
 
@@ -35,20 +39,31 @@ async def serve(settings: Settings, on_progress: Callable[[Progress], None], loa
     """Run until SIGTERM, SIGINT or SIGHUP (status 0) or until the agent dies (status 1)."""
     stop = _stop_on_signals()
     clear_way(settings.socket_path)
-    mailbox = RootMailbox(settings, on_progress, loader)
+    mailbox: RootMailbox | None = None
     try:
-        starting = asyncio.create_task(mailbox.start())
-        await _first(starting, stop)
-        if stop.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+        chosen = await _or_stopped(resolve_parallel(settings, os.environ, on_progress), stop)
+        if chosen is None:
             return 0
-        return await _serve_until(stop, settings, mailbox, starting.result())
+        mailbox = RootMailbox(chosen, on_progress, loader)
+        info = await _or_stopped(mailbox.start(), stop)
+        return 0 if info is None else await _serve_until(stop, chosen, mailbox, info)
     except AgentDiedError as error:
         logger.error("could not start: {}", error)
     finally:
-        await mailbox.close()
+        if mailbox is not None:
+            await mailbox.close()
     return 1
+
+
+async def _or_stopped(work: Coroutine[Any, Any, ResultT], stop: "asyncio.Future[None]") -> ResultT | None:
+    """The result of some work; None if the server is told to stop before it is there."""
+    task = asyncio.create_task(work)
+    await _first(task, stop)
+    if not stop.done():
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
 
 
 async def _serve_until(stop: "asyncio.Future[None]", settings: Settings, mailbox: RootMailbox, info: ModelInfo) -> int:

@@ -1,0 +1,26 @@
+"""How many bytes a model's weights and slots take, from a model that has shapes and no values."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from tpu_tgi_server.config import Quantize
+from tpu_tgi_server.model import int8
+from tpu_tgi_server.model.probe import attention_calls
+
+
+def weight_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, quantize: Quantize | None) -> int:
+    """All weights as they are served, shared ones once."""
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype)
+        if quantize is Quantize.INT8:
+            int8.replace_linears(model)
+    model.tie_weights()
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def slot_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, max_total_tokens: int) -> int:
+    """Keys and values of one slot."""
+    cells = sum(call.num_heads * (call.key_size + call.value_size) for call in attention_calls(model_class, config))
+    return cells * max_total_tokens * dtype.itemsize

@@ -1,0 +1,27 @@
+"""Sizes from a config alone are those of the loaded model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families import save_family
+from tpu_tgi_server.config import Device, Quantize, Settings
+from tpu_tgi_server.model import loading, sizes
+from tpu_tgi_server.model.architecture import find_model_class, load_config
+from tpu_tgi_server.model.files import find_model_files
+from tpu_tgi_server.runtime.cpu import CpuRuntime
+
+
+@pytest.mark.parametrize("quantize", [None, Quantize.INT8])
+@pytest.mark.parametrize("family", ["llama-2", "llama-3", "mixtral", "gpt-2"])
+def test_weights_and_slots_take_what_was_foretold(family: str, quantize: Quantize | None, tmp_path: Path) -> None:
+    save_family(family, tmp_path)
+    files = find_model_files(Settings(str(tmp_path), device=Device.CPU), lambda *_: None)
+    model_class, config = find_model_class(load_config(tmp_path), tmp_path, trust_remote_code=False)
+    model = loading.load_weights(files, torch.bfloat16, CpuRuntime(), quantize=quantize)
+    cache = loading.allocate_cache(config, 1, 32, torch.bfloat16, CpuRuntime())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes.weight_bytes(model_class, config, torch.bfloat16, quantize) == weights
+    slot = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    assert sizes.slot_bytes(model_class, config, torch.bfloat16, 32) == slot
