@@ -1,7 +1,7 @@
 """What a model takes of memory, found out from its config, on no device and without its weights."""
 
 from tpu_tgi_server.config import Settings
-from tpu_tgi_server.engine.loading import resolve_limits
+from tpu_tgi_server.engine.loading import cache_sizes, resolve_limits
 from tpu_tgi_server.model import sizes
 from tpu_tgi_server.model.architecture import find_model_class, load_config
 from tpu_tgi_server.model.files import OnFile, find_model_files
@@ -26,5 +26,5 @@ def model_needs(settings: Settings, on_file: OnFile) -> ModelNeeds:
     dtype = DTYPES[settings.dtype]
     return ModelNeeds(
         weight_bytes=sizes.weight_bytes(model_class, config, dtype, settings.quantize),
-        slot_bytes=sizes.slot_bytes(model_class, config, dtype, limits.max_total_tokens),
+        slot_bytes=sizes.slot_bytes(model_class, config, dtype, cache_sizes(settings, limits)),
     )

@@ -7,7 +7,9 @@ from transformers import PreTrainedConfig
 
 from tpu_tgi_server.config import Quantize
 from tpu_tgi_server.model import int8
+from tpu_tgi_server.model.cache import CacheSizes
 from tpu_tgi_server.model.probe import attention_calls
+from tpu_tgi_server.model.ring import ring_len
 
 
 def weight_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, quantize: Quantize | None) -> int:
@@ -20,7 +22,12 @@ def weight_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype,
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def slot_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, max_total_tokens: int) -> int:
+def slot_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, cache: CacheSizes) -> int:
     """Keys and values of one slot."""
-    cells = sum(call.num_heads * (call.key_size + call.value_size) for call in attention_calls(model_class, config))
-    return cells * max_total_tokens * dtype.itemsize
+    cells = (
+        call.num_heads
+        * (call.key_size + call.value_size)
+        * ring_len(call.window, cache.max_step_tokens, cache.max_slot_len)
+        for call in attention_calls(model_class, config)
+    )
+    return sum(cells) * dtype.itemsize
