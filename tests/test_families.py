@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -38,6 +40,15 @@ MODES = {
 """Device, parallel and the number of cores."""
 REPLICAS = "2 replicas"
 
+
+class Running(NamedTuple):
+    """A process that answers with all families, and the files that it writes to."""
+
+    process: "subprocess.Popen[bytes]"
+    output: Path
+    errors: Path
+
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -49,17 +60,37 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FAMILIES}
 
 
+@pytest.fixture(scope="module")
+def processes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+    """One for each mode, all at once: most of what they do takes one processor."""
+    target = tmp_path_factory.mktemp("answers")
+    with ExitStack() as stack:
+        yield {mode: stack.enter_context(running(mode, [*folders.values()], target)) for mode in MODES}
+
+
+@contextmanager
+def running(mode: str, folders: list[Path], target: Path) -> Iterator[Running]:
+    device, parallel, num_cores = MODES[mode]
+    command = [sys.executable, "-m", "tests.families", device, parallel, *map(str, folders)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CPU_NUM_DEVICES": str(num_cores)}
+    output, errors = target / f"{mode}.json", target / f"{mode}.log"
+    with output.open("w") as stdout, errors.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT)
+    try:
+        yield Running(process, output, errors)
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="module", params=[*MODES, REPLICAS])
-def answers(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Any:
+def answers(request: pytest.FixtureRequest, folders: dict[str, Path], processes: dict[str, Running]) -> Any:
     """Of all families, from one process, or from the two of the replicas."""
     if request.param == REPLICAS:
         return {name: asdict(answers) for name, answers in collect_from_replicas([*folders.values()]).items()}
-    device, parallel, num_cores = MODES[request.param]
-    command = [sys.executable, "-m", "tests.families", device, parallel, *map(str, folders.values())]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "CPU_NUM_DEVICES": str(num_cores)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    running = processes[request.param]
+    assert running.process.wait() == 0, running.errors.read_text()
+    return json.loads(running.output.read_text().splitlines()[-1])
 
 
 def test_prompts_are_longer_than_the_window_and_one_than_a_chunk() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.servers import ROOT
 from tpu_tgi_server.config import Device
-from tpu_tgi_server.runtime.select import select_runtime
+from tpu_tgi_server.runtime.select import default_compilation_cache, select_runtime
 
 COMPILE_ONE = """
 import sys
@@ -62,6 +62,12 @@ def test_compiled_graphs_are_kept_and_an_unreadable_one_is_compiled_again(tmp_pa
     assert list((tmp_path / "cache").iterdir())
     assert "PersistentCacheMiss" in outputs[0]
     assert "PersistentCacheDeserializeFailure" in outputs[1]
+
+
+@pytest.mark.parametrize("environment", [{}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "not/absolute"}])
+def test_compiled_graphs_are_kept_in_the_users_cache(environment: dict[str, str]) -> None:
+    assert default_compilation_cache(environment) == Path.home() / ".cache" / "tpu-tgi-server"
+    assert default_compilation_cache({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/tpu-tgi-server")
 
 
 def test_folder_for_graphs_that_cannot_be_made_is_no_reason_not_to_run(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ CompilationCache = Annotated[
     _setting(
         "compilation_cache",
         "Folder for compiled graphs, so that a later start need not compile them again.",
-        "~/.cache/tpu-tgi-server on a TPU, none elsewhere",
+        "tpu-tgi-server in XDG_CACHE_HOME or ~/.cache on a TPU, none elsewhere",
     ),
 ]
 Profile = Annotated[

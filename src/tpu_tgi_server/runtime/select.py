@@ -1,6 +1,7 @@
 """Turns the device setting into a runtime. torch_xla is imported only when it is asked for."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from tpu_tgi_server.config import Device, Parallel
@@ -32,5 +33,11 @@ def select_runtime(
         raise ValueError(f"--device {device} needs torch_xla 2.9, which is not usable here: {error}") from error
     has_all_cores = parallel is Parallel.TENSOR
     if device is Device.TPU:
-        return XlaRuntime("TPU", compilation_cache or Path.home() / ".cache/tpu-tgi-server", has_all_cores)
+        return XlaRuntime("TPU", compilation_cache or default_compilation_cache(os.environ), has_all_cores)
     return XlaRuntime("CPU", compilation_cache, has_all_cores)
+
+
+def default_compilation_cache(environment: Mapping[str, str]) -> Path:
+    """In the user's folder for caches, by the XDG specification, which ignores a relative path."""
+    folder = Path(environment.get("XDG_CACHE_HOME", ""))
+    return (folder if folder.is_absolute() else Path.home() / ".cache") / "tpu-tgi-server"
