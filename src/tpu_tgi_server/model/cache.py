@@ -99,6 +99,9 @@ class StaticCacheXla:
             tensor.index_put_(index, cells.reshape(cells.shape[0], tensor.shape[1], tensor.shape[3]))
 
     def read(self, layer: int, context_len: int) -> tuple[Tensor, Tensor]:
-        """The cells of the first `context_len` positions, or all if there are fewer: keys and values of all slots, each
-        [B, K / P, C, P D]."""
+        """Keys and values of all slots in the first `context_len` cells, or all, if a layer has fewer.
+
+        Returns:
+            Each [B, K / P, C, P D].
+        """
         return self.keys[layer][:, :, :context_len], self.values[layer][:, :, :context_len]
