@@ -11,7 +11,7 @@ from tpu_tgi_server.plan.messages import REFERENCE, Compiled, Traced
 
 GB = 10**9
 TRACED = Traced(
-    modules={}, num_graphs=24, max_input_tokens=128, max_total_tokens=2048, dtype="bfloat16",
+    modules={}, num_graphs=24, num_cores=1, max_input_tokens=128, max_total_tokens=2048, dtype="bfloat16",
     weights_bytes=6 * GB, streamed_bytes=5 * GB, cache_bytes=2 * GB, cache_sizes=[128], num_cache_buffers=4,
 )  # fmt: skip
 COMPILED = Compiled(
@@ -35,6 +35,7 @@ def test_nothing_is_said_about_memory_if_a_graph_does_not_compile() -> None:
 def test_floor_reads_streamed_weights_and_cache_once() -> None:
     assert decode_floor_s(TRACED, CHIPS["v5e"]) == pytest.approx(7 / 819)
     assert max_tokens_a_second(TRACED, Tpu.V5E_4, num_slots=8) == pytest.approx(4 * 8 * 819 / 7)
+    assert max_tokens_a_second(replace(TRACED, num_cores=4), Tpu.V5E_4, num_slots=8) == pytest.approx(8 * 819 / 7)
 
 
 def test_output_over_an_argument_costs_no_memory() -> None:

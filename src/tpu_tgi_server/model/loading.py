@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger
@@ -45,18 +47,12 @@ def load_weights(
         ValueError: the model cannot be served right; the message says why.
         OSError: weights are missing or have another shape than the config says.
     """
-    attention.register()
     disable_progress_bar()  # it would write to stderr; loading reports its own stages
-    experts.register()
     placer = WeightPlacer(runtime)
     stream = Stream(to_device=placer.place)
     if quantize is Quantize.INT8:
         stream = replace(stream, prepare=int8.replace_linears, transform=int8.quantize_parameter)
-    config = load_config(files.folder, trust_remote_code)
-    model_class, config = find_model_class(config, files.folder, trust_remote_code)
-    reason = reason_against(model_class, config)
-    if reason is not None:
-        raise ValueError(f"{files.folder} is a {config.model_type} model and {reason}")
+    model_class, config = find_servable_class(files.folder, trust_remote_code)
     with freed_blocks_are_returned():
         model, report = model_class.from_pretrained(
             None,
@@ -65,8 +61,7 @@ def load_weights(
             quantization_config=stream,
             output_loading_info=True,
             dtype=dtype,
-            attn_implementation=attention.ATTENTION_NAME,
-            experts_implementation=experts.EXPERTS_NAME if runtime.is_compiled else "eager",
+            **implementations(runtime),
             generation_config=GenerationConfig(),  # the engine generates; or a file of it is looked for
         )
     model.hf_quantizer.remove_quantization_config(model)
@@ -77,6 +72,30 @@ def load_weights(
     share_out(model, placer)
     hold_longrope(model)
     return model
+
+
+def find_servable_class(folder: Path, trust_remote_code: bool) -> tuple[Any, PreTrainedConfig]:
+    """The class that runs a model, and its config.
+
+    Raises:
+        ValueError: the model cannot be served right; the message says why.
+        OSError: there is no config.json.
+    """
+    model_class, config = find_model_class(load_config(folder, trust_remote_code), folder, trust_remote_code)
+    reason = reason_against(model_class, config)
+    if reason is not None:
+        raise ValueError(f"{folder} is a {config.model_type} model and {reason}")
+    return model_class, config
+
+
+def implementations(runtime: Runtime) -> dict[str, str]:
+    """What transformers is told to use instead of its own attention and experts."""
+    attention.register()
+    experts.register()
+    return {
+        "attn_implementation": attention.ATTENTION_NAME,
+        "experts_implementation": experts.EXPERTS_NAME if runtime.is_compiled else "eager",
+    }
 
 
 def hold_longrope(model: PreTrainedModel) -> None:

@@ -23,6 +23,10 @@ class Tpu(StrEnum):
         return int(self.value.split("-")[1])
 
 
+HOSTS = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
+"""How the chips of one host stand, by their number."""
+
+
 @dataclass(frozen=True)
 class Chip:
     """One chip.
