@@ -129,8 +129,16 @@ def test_steps_compile_once_write_in_place_and_are_one_execution(
 
 def assert_plan_has_the_splits_of(dump: Path, folder: Path) -> None:
     """What `tpu-tgi plan` tells the TPU's compiler about parameters is what torch_xla has told XLA, in each graph."""
-    sizes = {"num_slots": 4, "max_input_tokens": MAX_INPUT_TOKENS, "max_total_tokens": MAX_TOTAL_TOKENS}
-    traced = trace_graphs(TraceRequest(str(folder), str(dump), num_cores=3, dtype="float32", **sizes))
+    request = TraceRequest(
+        str(folder),
+        str(dump),
+        num_slots=4,
+        num_cores=3,
+        max_input_tokens=MAX_INPUT_TOKENS,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        dtype="float32",
+    )
+    traced = trace_graphs(request)
     planned = sorted(
         (sorted(map(str, module.parameter_axes)), len(module.donors)) for module in traced.modules.values()
     )

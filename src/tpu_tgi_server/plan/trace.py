@@ -7,7 +7,7 @@ writes down what it would compile.
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ def trace(request: TraceRequest) -> Traced:
     runner = ModelRunner(runtime, steps, sizes_of_graphs)
     graphs = buckets.graphs(*astuple(sizes_of_graphs))
     chosen = largest_of_each_kind(graphs) if request.largest_only else graphs
-    steps_by_name = {str(graph): partial(runner.run_once, graph) for graph in chosen}
+    steps_by_name: dict[str, Callable[[], object]] = {str(graph): partial(runner.run_once, graph) for graph in chosen}
     if REFERENCE in request.graphs:
         tokens = runtime.to_device(torch.zeros(2, limits.num_slots, dtype=torch.int32))
         reference = runtime.prepare(ReferenceStep(model, cache).decode, [])
