@@ -88,7 +88,7 @@ def test_a_decode_step_compiles_for_a_tpu_and_updates_the_cache_in_place(config_
 
 
 @needs_compiler
-def test_over_several_cores_the_cache_is_updated_in_place_and_cores_exchange_sums(
+def test_over_several_cores_the_cache_is_updated_in_place_and_sums_are_exchanged(
     config_folder: Path, tmp_path: Path
 ) -> None:
     sizes = {"num_cores": 4, "prefill_chunk_tokens": 16}
