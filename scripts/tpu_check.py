@@ -1,13 +1,14 @@
-"""Compile decode and prefill graphs for a v5e chip that is not there, and fail if they got worse: `make tpu-check`.
+"""Compile graphs for v5e chips that are not there, and fail if they got worse: `make tpu-check`.
 
     python scripts/tpu_check.py [MODEL_FOLDER ...]
 
-Each folder needs a config.json only. See docs/plan.md for the bars.
+Each folder needs a config.json only, and is compiled for one chip. See docs/plan.md for the bars.
 """
 
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tpu_tgi_server.plan.check import findings
@@ -16,33 +17,55 @@ from tpu_tgi_server.plan.messages import REFERENCE, TraceRequest
 from tpu_tgi_server.plan.processes import compile_graphs, trace_graphs
 
 CONFIGS = Path(__file__).parent.parent / "tests/plan"
-MODELS = ("llama-3.2-1b", "gemma-2-2b")
-NUM_SLOTS, MAX_TOTAL_TOKENS, MAX_INPUT_TOKENS = 8, 2048, 128
-GRAPHS = ("decode 2048 greedy", REFERENCE, "prefill 128 greedy")
+NUM_SLOTS, MAX_TOTAL_TOKENS, MAX_INPUT_TOKENS, PREFILL_CHUNK_TOKENS = 8, 2048, 1024, 128
+DECODE, PREFILL, CHUNK = "decode 2048 greedy", "prefill 128 greedy", "chunk 1024 greedy"
 
 
-def check(folder: Path) -> bool:
-    """Print what is found about one model; whether all of it is good."""
+@dataclass(frozen=True)
+class Check:
+    """Some graphs of one model over some cores."""
+
+    folder: Path
+    num_cores: int = 1
+    graphs: tuple[str, ...] = (DECODE, REFERENCE, PREFILL, CHUNK)
+
+    def __str__(self) -> str:
+        return self.folder.name if self.num_cores == 1 else f"{self.folder.name} over {self.num_cores} chips"
+
+
+CHECKS = (
+    Check(CONFIGS / "llama-3.2-1b"),
+    Check(CONFIGS / "gemma-2-2b"),
+    Check(CONFIGS / "llama-3-8b", num_cores=4, graphs=(DECODE, PREFILL)),
+    Check(CONFIGS / "llama-3-8b", num_cores=8, graphs=(DECODE,)),
+)
+
+
+def run(check: Check) -> bool:
+    """Print what is found; whether all of it is good."""
     with tempfile.TemporaryDirectory() as target:
         request = TraceRequest(
-            folder=str(folder),
+            folder=str(check.folder),
             target=target,
             num_slots=NUM_SLOTS,
+            num_cores=check.num_cores,
             max_input_tokens=MAX_INPUT_TOKENS,
             max_total_tokens=MAX_TOTAL_TOKENS,
-            graphs=GRAPHS,
+            prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+            graphs=check.graphs,
         )
         traced = trace_graphs(request)
         results = compile_graphs(traced, CHIPS["v5e"], lambda *_: None)
     found = list(findings(traced, results))
     for finding in found:
-        print(f"{'ok  ' if finding.is_good else 'FAIL'} {folder.name}, {finding.graph}: {finding.what}", flush=True)
+        print(f"{'ok  ' if finding.is_good else 'FAIL'} {check}, {finding.graph}: {finding.what}", flush=True)
     return all(finding.is_good for finding in found)
 
 
 def main(*folders: str) -> int:
     start = time.monotonic()
-    good = [check(folder) for folder in (map(Path, folders) if folders else [CONFIGS / name for name in MODELS])]
+    checks = [Check(Path(folder)) for folder in folders] or CHECKS
+    good = [run(check) for check in checks]
     print(f"{sum(good)} of {len(good)} models within the bars, {time.monotonic() - start:.0f} s")
     return 0 if all(good) else 1
 
