@@ -1,13 +1,14 @@
-"""Compile decode and prefill graphs for a v5e chip that is not there, and fail if they got worse: `make tpu-check`.
+"""Compile graphs for v5e chips that are not there, and fail if they got worse: `make tpu-check`.
 
     python scripts/tpu_check.py [MODEL_FOLDER MAX_TOTAL_TOKENS ...]
 
-Each folder needs a config.json only. See docs/plan.md for the bars.
+Each folder needs a config.json only, and is compiled for one chip. See docs/plan.md for the bars.
 """
 
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tpu_tgi_server.plan.check import findings
@@ -16,34 +17,60 @@ from tpu_tgi_server.plan.messages import REFERENCE, TraceRequest
 from tpu_tgi_server.plan.processes import compile_graphs, trace_graphs
 
 CONFIGS = Path(__file__).parent.parent / "tests/plan"
-MODELS = (("llama-3.2-1b", 2048), ("gemma-2-2b", 8192))
-"""Folders, and the length of a slot: Gemma's is more than its window of 4096."""
-NUM_SLOTS, MAX_INPUT_TOKENS = 8, 128
+NUM_SLOTS, MAX_INPUT_TOKENS, PREFILL_CHUNK_TOKENS = 8, 1024, 128
+PREFILL, CHUNK = "prefill 128 greedy", "chunk 1024 greedy"
 
 
-def check(folder: Path, max_total_tokens: int) -> bool:
-    """Print what is found about one model; whether all of it is good."""
+@dataclass(frozen=True)
+class Check:
+    """Some graphs of one model over some cores: decode, and on one core what it is compared with, and the others."""
+
+    folder: Path
+    max_total_tokens: int = 2048
+    num_cores: int = 1
+    others: tuple[str, ...] = (REFERENCE, PREFILL, CHUNK)
+
+    def __str__(self) -> str:
+        return self.folder.name if self.num_cores == 1 else f"{self.folder.name} over {self.num_cores} chips"
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        return (f"decode {self.max_total_tokens} greedy", *self.others)
+
+
+CHECKS = (
+    Check(CONFIGS / "llama-3.2-1b"),
+    Check(CONFIGS / "gemma-2-2b", max_total_tokens=8192),  # twice its window
+    Check(CONFIGS / "llama-3-8b", num_cores=4, others=(PREFILL,)),
+    Check(CONFIGS / "llama-3-8b", num_cores=8, others=()),
+)
+
+
+def run(check: Check) -> bool:
+    """Print what is found; whether all of it is good."""
     with tempfile.TemporaryDirectory() as target:
         request = TraceRequest(
-            folder=str(folder),
+            folder=str(check.folder),
             target=target,
             num_slots=NUM_SLOTS,
+            num_cores=check.num_cores,
             max_input_tokens=MAX_INPUT_TOKENS,
-            max_total_tokens=max_total_tokens,
-            graphs=(f"decode {max_total_tokens} greedy", REFERENCE, "prefill 128 greedy"),
+            max_total_tokens=check.max_total_tokens,
+            prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+            graphs=check.graphs,
         )
         traced = trace_graphs(request)
         results = compile_graphs(traced, CHIPS["v5e"], lambda *_: None)
     found = list(findings(traced, results))
     for finding in found:
-        print(f"{'ok  ' if finding.is_good else 'FAIL'} {folder.name}, {finding.graph}: {finding.what}", flush=True)
+        print(f"{'ok  ' if finding.is_good else 'FAIL'} {check}, {finding.graph}: {finding.what}", flush=True)
     return all(finding.is_good for finding in found)
 
 
 def main(*arguments: str) -> int:
     start = time.monotonic()
-    given = [(Path(folder), int(size)) for folder, size in zip(arguments[::2], arguments[1::2], strict=True)]
-    good = [check(folder, size) for folder, size in given or [(CONFIGS / name, size) for name, size in MODELS]]
+    given = [Check(Path(folder), int(size)) for folder, size in zip(arguments[::2], arguments[1::2], strict=True)]
+    good = [run(check) for check in given or CHECKS]
     print(f"{sum(good)} of {len(good)} models within the bars, {time.monotonic() - start:.0f} s")
     return 0 if all(good) else 1
 

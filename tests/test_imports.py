@@ -23,7 +23,13 @@ TRACED = ["plan/hollow.py", "plan/reference.py", "plan/trace.py"]
 """Run in the process that traces; the rest of the room is as light as the commands."""
 
 OUTSIDE = {
-    "torch_xla": ["runtime/xla.py", "runtime/xla_mesh.py", "runtime/xla_replay.py", "runtime/tracing.py"],
+    "torch_xla": [
+        "runtime/xla.py",
+        "runtime/xla_mesh.py",
+        "runtime/xla_replay.py",
+        "runtime/lazy_graph.py",
+        "runtime/tracing.py",
+    ],
     "torch": ["model", "runtime", *TRACED],
     "transformers": ["engine/tokenizer.py", "engine/loading.py", "model", "client/generate.py", *TRACED],
     "jax": ["plan/compile.py"],

@@ -5,6 +5,7 @@ The tiny model has 4 heads, 2 key/value heads and 300 tokens. The cores are virt
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from tests.reference import Reference, greedy_reference, prompt_of_len
 from tests.servers import ROOT, ServerProcess, ready_server, start_model_server
 from tests.test_against_transformers import assert_equal
 from tests.tiny_model import NUM_LAYERS
-from tests.xla_facts import StepFacts
+from tests.xla_facts import MAX_INPUT_TOKENS, MAX_TOTAL_TOKENS, StepFacts
 from tpu_tgi_server.config import Device, Settings
 from tpu_tgi_server.engine.loading import load_generator
+from tpu_tgi_server.plan.messages import TraceRequest
+from tpu_tgi_server.plan.processes import trace_graphs
 from tpu_tgi_server.runtime.cpu import CpuRuntime
 
 PROMPT_LENS = (1, 7, 33, 60)
@@ -111,16 +114,49 @@ def test_log_says_what_each_core_holds(server: ServerProcess) -> None:
 
 
 def test_steps_compile_once_write_in_place_and_are_one_execution(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CPU_NUM_DEVICES", "3")
-    facts = collect_in_process(tiny_model_folder, 4, 20, "tensor")
+    facts = collect_in_process(tiny_model_folder, 4, 20, "tensor", tmp_path)
     assert facts.num_compiled_while_loading == 0
     assert facts.num_compiled_by_warm_up == facts.num_graphs
     assert facts.num_compiled_by_requests == facts.num_compiled_by_second_warm_up == 0
     assert facts.num_aliased_buffers == facts.num_graphs // 2 * (2 * NUM_LAYERS + 2 * NUM_LAYERS + 1)
     assert facts.greedy_step == facts.sampled_step == StepFacts(1, 1, 1, 0)
     assert facts.masked_step == StepFacts(1, 2, 1, 0)
+    assert_plan_has_the_splits_of(tmp_path, tiny_model_folder)
+
+
+def assert_plan_has_the_splits_of(dump: Path, folder: Path) -> None:
+    """What `tpu-tgi plan` tells the TPU's compiler about parameters is what torch_xla has told XLA, in each graph."""
+    request = TraceRequest(
+        str(folder),
+        str(dump),
+        num_slots=4,
+        num_cores=3,
+        max_input_tokens=MAX_INPUT_TOKENS,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        dtype="float32",
+    )
+    traced = trace_graphs(request)
+    planned = sorted(
+        (sorted(map(str, module.parameter_axes)), len(module.donors)) for module in traced.modules.values()
+    )
+    modules = [path.read_text() for path in dump.glob("*before_optimizations.txt")]
+    compiled = sorted((parameter_axes(text), num_donors(text)) for text in modules if num_donors(text))
+    assert planned == compiled
+
+
+def parameter_axes(module: str) -> list[str]:
+    """Along which axis each parameter of the entry is split, or None, in the order of their names."""
+    entry = module[module.index("\nENTRY ") :]
+    shardings = re.findall(r" parameter\(\d+\), sharding=\{(?:replicated|devices=\[([\d,]*)\].*?)\}", entry)
+    return sorted(str(counts.split(",").index("3") if counts else None) for counts in shardings)
+
+
+def num_donors(module: str) -> int:
+    found = re.search(r"buffer_donor=\{ (.*?\)) \}", module)
+    return found[1].count("(") if found else 0
 
 
 LOAD = """

@@ -8,7 +8,7 @@ import pytest
 
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.model import files
-from tpu_tgi_server.model.files import WEIGHTS, WEIGHTS_INDEX, ModelFiles, find_model_files
+from tpu_tgi_server.model.files import WEIGHTS, WEIGHTS_INDEX, ModelFiles, find_config_folder, find_model_files
 
 INDEX = json.dumps(
     {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors", "c": "model-2-of-2.safetensors"}}
@@ -142,3 +142,19 @@ def test_offline_an_incomplete_snapshot_is_refused(tmp_path: Path) -> None:
     (cache / "models--org--name" / "snapshots" / ("a" * 40) / WEIGHTS).unlink()
     with pytest.raises(OSError, match="has no weights"):
         find("org/name", huggingface_hub_cache=cache)
+
+
+def test_where_the_config_is_enough_weights_are_neither_needed_nor_fetched(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"config.json": "{}"})
+    assert find_config_folder(Settings(str(folder))) == folder
+    cache = cached(tmp_path, main="a" * 40)
+    snapshot = cache / "models--org--name" / "snapshots" / ("a" * 40)
+    (snapshot / WEIGHTS).unlink()
+    assert find_config_folder(Settings("org/name", huggingface_hub_cache=cache)) == snapshot
+
+
+def test_where_the_config_is_enough_it_is_still_needed(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="there is no config"):
+        find_config_folder(Settings(str(folder_of(tmp_path, {"README.md": ""}))))
+    with pytest.raises(OSError, match="org/name is neither a folder nor in the cache, and HF_HUB_OFFLINE"):
+        find_config_folder(Settings("org/name", huggingface_hub_cache=tmp_path))

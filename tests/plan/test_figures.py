@@ -1,6 +1,7 @@
 """Arithmetic of a plan, against numbers worked out by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tpu_tgi_server.plan.messages import REFERENCE, Compiled, Traced
 
 GB = 10**9
 TRACED = Traced(
-    modules={}, num_graphs=24, max_input_tokens=128, max_total_tokens=2048, dtype="bfloat16",
+    modules={}, num_graphs=24, num_cores=1, max_input_tokens=128, max_total_tokens=2048, dtype="bfloat16",
     weights_bytes=6 * GB, streamed_bytes=5 * GB, cache_bytes=2 * GB, cache_sizes=[128], num_cache_buffers=4,
 )  # fmt: skip
 COMPILED = Compiled(
@@ -35,6 +36,7 @@ def test_nothing_is_said_about_memory_if_a_graph_does_not_compile() -> None:
 def test_floor_reads_streamed_weights_and_cache_once() -> None:
     assert decode_floor_s(TRACED, CHIPS["v5e"]) == pytest.approx(7 / 819)
     assert max_tokens_a_second(TRACED, Tpu.V5E_4, num_slots=8) == pytest.approx(4 * 8 * 819 / 7)
+    assert max_tokens_a_second(replace(TRACED, num_cores=4), Tpu.V5E_4, num_slots=8) == pytest.approx(8 * 819 / 7)
 
 
 def test_output_over_an_argument_costs_no_memory() -> None:
@@ -50,7 +52,7 @@ def test_output_over_an_argument_costs_no_memory() -> None:
         ({"accessed_bytes": 12.6e9}, "traffic 1.260"),
     ],
 )
-def test_a_decode_graph_above_a_bar_is_found(worse: dict[str, int], complaint: str) -> None:
+def test_a_decode_graph_above_a_bar_is_found(worse: dict[str, Any], complaint: str) -> None:
     results = {"decode 2048 greedy": replace(COMPILED, **worse), REFERENCE: replace(COMPILED, accessed_bytes=10e9)}
     (bad,) = [finding for finding in findings(TRACED, results) if not finding.is_good]
     assert complaint in bad.what
@@ -59,3 +61,13 @@ def test_a_decode_graph_above_a_bar_is_found(worse: dict[str, int], complaint: s
 def test_a_graph_that_does_not_compile_is_found() -> None:
     (bad,) = [finding for finding in findings(TRACED, {"a": "refused", REFERENCE: COMPILED}) if not finding.is_good]
     assert bad.what == "does not compile: refused"
+
+
+def test_over_several_cores_exchanges_beyond_four_a_layer_are_found() -> None:
+    spread = replace(TRACED, num_cores=4)
+    counts = {"all-reduce": 5, "all-gather": 5}
+    exchanging = replace(COMPILED, num_collectives=counts, collective_bytes=dict.fromkeys(counts, 10**6))
+    assert all(finding.is_good for finding in findings(spread, {"decode 2048 greedy": exchanging}))
+    counts["all-gather"] = 8
+    (bad,) = [finding for finding in findings(spread, {"decode 2048 greedy": exchanging}) if not finding.is_good]
+    assert "5 all-reduce (1.00 MB), 8 all-gather (1.00 MB)" in bad.what

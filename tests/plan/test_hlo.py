@@ -1,11 +1,7 @@
 """What is read from modules in XLA's text form."""
 
-import pytest
-
 from tpu_tgi_server.plan import hlo
-from tpu_tgi_server.runtime.tracing import module_of
 
-BEFORE = "HloModule m, buffer_donor={ (3, {}), (11, {}) }, entry_computation_layout={(f32[2]{0})->f32[2]{0}}\n"
 AFTER = """HloModule m, input_output_alias={ {1}: (3, {}, may-alias), {2}: (11, {}, must-alias) }
 
 %fused (p: bf16[8,16]) -> bf16[8,16] {
@@ -22,11 +18,6 @@ ENTRY %main (p: bf16[8,16]) -> bf16[8,16] {
 """
 
 
-def test_donors_are_read_from_the_header() -> None:
-    assert hlo.buffer_donors(BEFORE) == [3, 11]
-    assert hlo.buffer_donors("HloModule m, entry_computation_layout={()->f32[2]{0}}\n") == []
-
-
 def test_aliased_buffers_are_counted() -> None:
     assert hlo.num_aliased(AFTER) == 2
 
@@ -35,10 +26,31 @@ def test_copies_in_main_memory_are_counted_whatever_their_shape_and_dtype() -> N
     assert hlo.num_copies(AFTER, {128}) == 3
 
 
-def test_a_module_is_taken_out_of_its_wrapper_only_when_complete() -> None:
-    module = bytes(range(200))
-    dump = b"\x0a\xc8\x01" + module + b"rest"
-    assert module_of(dump) == module
-    assert [module_of(dump[:size]) for size in (0, 1, 2, 3, 202)] == [None] * 5
-    with pytest.raises(ValueError, match="not an HloProto"):
-        module_of(b"\x12\x01a")
+EXCHANGES = """HloModule m
+
+%async (p: bf16[8,128]) -> bf16[8,512] {
+  ROOT %all-gather.1 = bf16[8,512]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=3, dimensions={1}
+}
+
+ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
+  %all-gather.2 = bf16[8,512]{1,0} all-gather(%p), channel_id=3, dimensions={1}
+  %all-reduce.1 = (bf16[8,64]{1,0:T(8,128)(2,1)}, f32[8]{0}) all-reduce(%a, %b), channel_id=1, to_apply=%add
+  %all-reduce.2 = f32[8,64]{1,0} all-reduce-start(%a), channel_id=2, to_apply=%add
+  %done = f32[8,64]{1,0} all-reduce-done(%all-reduce.2)
+  ROOT %move = (bf16[8,64]{1,0}, bf16[8,64]{1,0}, u32[], u32[]) collective-permute-start(%p), channel_id=4
+}
+"""
+
+
+def test_exchanges_are_counted_once_however_many_pieces_they_are_in() -> None:
+    counts, num_bytes = hlo.collectives(EXCHANGES)
+    assert counts == {"all-gather": 1, "all-reduce": 2, "collective-permute": 1}
+    assert num_bytes == {
+        "all-gather": 8 * 512 * 2,
+        "all-reduce": 8 * 64 * 2 + 8 * 4 + 8 * 64 * 4,
+        "collective-permute": 8 * 64 * 2,
+    }
+
+
+def test_a_module_for_one_core_has_no_exchanges() -> None:
+    assert hlo.collectives(AFTER) == ({}, {})

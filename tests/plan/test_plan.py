@@ -2,14 +2,17 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.fake_hub import MODEL, FakeHub, fake_hub
 from tests.servers import ROOT
 from tests.tiny_model import NUM_LAYERS
+from tpu_tgi_server.model.files import WEIGHTS
 from tpu_tgi_server.plan.chips import CHIPS
 from tpu_tgi_server.plan.messages import Compiled, TraceRequest
 from tpu_tgi_server.plan.processes import PlanError, compile_graphs, trace_graphs
@@ -19,6 +22,7 @@ needs_compiler = pytest.mark.skipif(
     reason="compiling for a TPU needs libtpu and jax, the extra `plan`",
 )
 DECODE = "decode 256 greedy"
+CHUNK = "chunk 256 greedy"
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +38,10 @@ def request_for(folder: Path, target: Path, **changes: object) -> TraceRequest:
     return TraceRequest(folder=str(folder), target=str(target), **(sizes | changes))  # type: ignore[arg-type]
 
 
-def plan(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def plan(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", "from tpu_tgi_server.cli import tools_app; tools_app()", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=variables)
 
 
 def test_every_graph_of_the_server_is_traced_once(config_folder: Path, tmp_path: Path) -> None:
@@ -44,7 +49,7 @@ def test_every_graph_of_the_server_is_traced_once(config_folder: Path, tmp_path:
     assert list(traced.modules) == [
         f"{shape} {choice}" for choice in ("greedy", "sampled") for shape in ("prefill 16", "prefill 32", "decode 256")
     ]
-    assert len({Path(path).read_bytes() for path in traced.modules.values()}) == traced.num_graphs == 6
+    assert len({Path(module.path).read_bytes() for module in traced.modules.values()}) == traced.num_graphs == 6
     assert traced.cache_bytes == 2 * NUM_LAYERS * 4 * 256 * 2 * 16 * 2
 
 
@@ -55,6 +60,29 @@ def test_cache_of_a_layer_with_a_window_counts_as_short_as_it_is(tmp_path: Path,
     assert traced.cache_sizes == [4 * 48 * 2 * 16, 4 * 256 * 2 * 16]
 
 
+def test_over_two_cores_each_has_its_part_of_weights_and_cache(config_folder: Path, tmp_path: Path) -> None:
+    alone = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,)))
+    traced = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,), num_cores=2))
+    assert traced.cache_bytes == alone.cache_bytes // 2
+    norms = 2 * (2 * NUM_LAYERS + 1) * 64
+    rotary = 2 * 4 * 8
+    assert traced.weights_bytes == (alone.weights_bytes - norms - rotary) // 2 + norms + rotary
+    module = traced.modules[DECODE]
+    assert module.result_axes == [None, None, *[1] * 2 * NUM_LAYERS]
+    assert [module.parameter_axes[donor] for donor in module.donors] == [1] * 2 * NUM_LAYERS
+
+
+def test_int8_weights_take_a_byte_each(config_folder: Path, tmp_path: Path) -> None:
+    wide, narrow = (
+        trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,), quantize=quantize))
+        for quantize in (None, "int8")
+    )
+    outputs = (64 + 32 + 32 + 64, 128 + 128 + 64)
+    saved = NUM_LAYERS * (64 * outputs[0] + 64 * (128 + 128) + 128 * 64)
+    factors = NUM_LAYERS * 4 * sum(outputs)
+    assert wide.weights_bytes - narrow.weights_bytes == wide.streamed_bytes - narrow.streamed_bytes == saved - factors
+
+
 @needs_compiler
 def test_a_decode_step_compiles_for_a_tpu_and_updates_the_cache_in_place(config_folder: Path, tmp_path: Path) -> None:
     traced = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,)))
@@ -63,6 +91,40 @@ def test_a_decode_step_compiles_for_a_tpu_and_updates_the_cache_in_place(config_
     assert isinstance(compiled, Compiled), compiled
     assert compiled.num_donors == compiled.num_aliased == 2 * NUM_LAYERS
     assert compiled.memory_bytes >= traced.weights_bytes + traced.cache_bytes
+    assert compiled.num_collectives == {}
+
+
+@needs_compiler
+def test_over_several_cores_the_cache_is_updated_in_place_and_sums_are_exchanged(
+    config_folder: Path, tmp_path: Path
+) -> None:
+    sizes = {"num_cores": 4, "prefill_chunk_tokens": 16}
+    traced = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE, CHUNK), **sizes))
+    results = compile_graphs(traced, CHIPS["v5e"], lambda *_: None)
+    for compiled in results.values():
+        assert isinstance(compiled, Compiled), compiled
+        assert compiled.num_aliased == 2 * NUM_LAYERS
+        assert compiled.num_collectives["all-reduce"] >= 2 * NUM_LAYERS
+
+
+@needs_compiler
+def test_a_model_on_the_hub_is_planned_from_its_config_alone(config_folder: Path, tmp_path: Path) -> None:
+    files = {"config.json": (config_folder / "config.json").read_bytes(), WEIGHTS: b"weights"}
+    options = ["--max-total-tokens", "32", "--max-input-tokens", "16", "--tpu", "v5e-4", "--parallel", "tensor"]
+    with fake_hub(FakeHub(files)) as hub:
+        place = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        done = plan("--model-id", MODEL, *options, **place)
+        assert hub.fetched == ["config.json"]
+    assert done.returncode == 0, done.stderr
+    assert "fits v5e-4: each chip has its part of the model and of all 8 slots" in done.stdout
+    assert "compiled prefill 16 sampled (4/4)" in done.stderr
+
+
+def test_offline_a_model_that_is_nowhere_is_one_sentence(tmp_path: Path) -> None:
+    done = plan("--model-id", MODEL, "--tpu", "v5e-1", HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    complaint = f"error: {MODEL} is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids to fetch it\n"
+    assert done.stderr == complaint
 
 
 def test_a_config_of_an_unknown_architecture_is_one_sentence(tmp_path: Path) -> None:
@@ -80,9 +142,9 @@ def test_a_model_that_the_server_refuses_is_one_sentence(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--model-id", "missing", "--tpu", "v5e-1"], "missing is not a folder with a config.json"),
         (["--model-id", "missing", "--tpu", "v9-1"], "v9-1"),
-        (["--model-id", "missing", "--tpu", "v5e-4", "--parallel", "tensor"], "--parallel tensor cannot be planned"),
+        (["--model-id", "missing", "--tpu", "v5e-4", "--parallel", "auto"], "--parallel auto cannot be planned"),
+        (["--model-id", "missing", "--tpu", "v5e-4", "--quantize", "int4"], "only int8 is"),
     ],
 )
 def test_what_cannot_be_planned_is_a_usage_error(arguments: list[str], complaint: str) -> None:

@@ -14,6 +14,7 @@ from loguru import logger
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.model import hub
 
+CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -45,23 +46,51 @@ def find_model_files(settings: Settings, on_file: OnFile = log_file) -> ModelFil
         OSError: no such model, no access to it, no way to reach it, or it is not one that can be served.
     """
     override = settings.weights_cache_override
-    folder = Path(settings.model_id)
-    if folder.is_dir():
-        if settings.revision:
-            logger.warning("--revision {} is ignored: {} is a folder", settings.revision, folder)
-        if (folder / "snapshots").is_dir():
-            raise OSError(f"{folder} is an entry of a hub cache: give one of the folders in {folder / 'snapshots'}")
-    else:
-        folder = _fetch(settings, on_file)
+    folder = _local_folder(settings) or _fetch(settings, on_file)
     check_folder(folder, needs_weights=override is None)
     if override is not None:
         check_weights(override)
     return ModelFiles(folder, override or folder)
 
 
+def find_config_folder(settings: Settings) -> Path:
+    """The folder with the config.json of a model, whose weights need not be there; fetched from the hub if need be.
+
+    Raises:
+        OSError: no such model, no access to it, or no way to reach it.
+    """
+    folder = _local_folder(settings)
+    if folder is not None:
+        check_names({path.name for path in folder.iterdir()}, str(folder), needs_weights=False)
+        return folder
+    repository = _repository(settings)
+    listing = repository.list_files()
+    if listing is None:
+        return repository.cached_snapshot()
+    check_names(listing.names, settings.model_id, needs_weights=False)
+    code = (name for name in listing.names if settings.trust_remote_code and _is_wanted(name, CODE_FILES))
+    return [repository.download(name, listing.commit) for name in (*code, CONFIG)][-1].parent
+
+
+def _local_folder(settings: Settings) -> Path | None:
+    """The model's folder, None if `model_id` is no folder but a name on the hub."""
+    folder = Path(settings.model_id)
+    if not folder.is_dir():
+        return None
+    if settings.revision:
+        logger.warning("--revision {} is ignored: {} is a folder", settings.revision, folder)
+    if (folder / "snapshots").is_dir():
+        raise OSError(f"{folder} is an entry of a hub cache: give one of the folders in {folder / 'snapshots'}")
+    return folder
+
+
+def _repository(settings: Settings) -> hub.Repository:
+    return hub.Repository(settings.model_id, settings.revision, settings.huggingface_hub_cache, settings.hf_token)
+
+
 def _fetch(settings: Settings, on_file: OnFile) -> Path:
     """A snapshot of what is needed from a model on the hub."""
-    repository = hub.Repository(settings.model_id, settings.revision, settings.huggingface_hub_cache, settings.hf_token)
+    repository = _repository(settings)
     listing = repository.list_files()
     if listing is None:
         return repository.cached_snapshot()
@@ -103,7 +132,7 @@ def check_names(names: Collection[str], where: str, needs_weights: bool) -> None
     """
     if ADAPTER_CONFIG in names:
         raise OSError(f"{where} is a PEFT adapter: merge it into its base model, save that, and serve the result")
-    if "config.json" not in names:
+    if CONFIG not in names:
         raise OSError(f"{where} is not a model: there is no config.json in it")
     if not needs_weights or WEIGHTS in names or WEIGHTS_INDEX in names:
         return

@@ -59,9 +59,7 @@ def load_weights(
         ValueError: the model cannot be served right; the message says why.
         OSError: weights are missing or have another shape than the config says.
     """
-    attention.register()
     disable_progress_bar()  # it would write to stderr; loading reports its own stages
-    experts.register()
     placer = WeightPlacer(runtime)
     stream = Stream(to_device=placer.place)
     if quantize is Quantize.INT8:
@@ -77,8 +75,7 @@ def load_weights(
             quantization_config=stream,
             output_loading_info=True,
             dtype=dtype,
-            attn_implementation=attention.ATTENTION_NAME,
-            experts_implementation=experts.EXPERTS_NAME if runtime.is_compiled else "eager",
+            **implementations(runtime),
             generation_config=GenerationConfig(),  # the engine generates; or a file of it is looked for
         )
     model.hf_quantizer.remove_quantization_config(model)
@@ -89,6 +86,16 @@ def load_weights(
     share_out(model, placer)
     hold_longrope(model)
     return LoadedModel(model, layers)
+
+
+def implementations(runtime: Runtime) -> dict[str, str]:
+    """What transformers is told to use instead of its own attention and experts."""
+    attention.register()
+    experts.register()
+    return {
+        "attn_implementation": attention.ATTENTION_NAME,
+        "experts_implementation": experts.EXPERTS_NAME if runtime.is_compiled else "eager",
+    }
 
 
 def hold_longrope(model: PreTrainedModel) -> None:

@@ -23,3 +23,7 @@ class Tpu(StrEnum):
     @property
     def num_chips(self) -> int:
         return int(self.value.split("-")[1])
+
+
+HOSTS = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
+"""How the chips of one host stand, by their number."""

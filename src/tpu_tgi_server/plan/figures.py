@@ -55,5 +55,6 @@ def decode_floor_s(traced: Traced, chip: Chip) -> float:
 
 
 def max_tokens_a_second(traced: Traced, tpu: Tpu, num_slots: int) -> float:
-    """What all chips together cannot exceed: every slot of every chip busy, every step at the floor."""
-    return tpu.num_chips * num_slots / decode_floor_s(traced, tpu.chip)
+    """What all chips together cannot exceed: every slot of every model busy, every step at the floor."""
+    num_models = tpu.num_chips // traced.num_cores
+    return num_models * num_slots / decode_floor_s(traced, tpu.chip)

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from tpu_tgi_server.plan.chips import Chip
-from tpu_tgi_server.plan.messages import Compiled, Traced, TraceRequest
+from tpu_tgi_server.plan.messages import Compiled, Module, Traced, TraceRequest
 
 TRACE_ENVIRONMENT = {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
 COMPILE_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
@@ -52,7 +52,7 @@ def trace_graphs(request: TraceRequest) -> Traced:
     answer = json.loads(lines[-1])
     if "error" in answer:
         raise PlanError(answer["error"])
-    return Traced(**answer)
+    return Traced.from_json(answer)
 
 
 def compile_graphs(
@@ -75,7 +75,7 @@ def compile_graphs(
     results: dict[str, Compiled | str] = {}
     deadline = time.monotonic() + MAX_WAIT_S
     while len(results) < len(traced.modules):
-        remaining = {name: path for name, path in traced.modules.items() if name not in results}
+        remaining = {name: module for name, module in traced.modules.items() if name not in results}
         for name, result in zip(remaining, compile_in_order(traced, [*remaining.values()], chip), strict=False):
             if isinstance(result, str) and LOCKED in result and time.monotonic() < deadline:
                 time.sleep(SECONDS_BETWEEN_TRIES)
@@ -85,12 +85,13 @@ def compile_graphs(
     return results
 
 
-def compile_in_order(traced: Traced, paths: list[str], chip: Chip) -> Iterator[Compiled | str]:
-    """Results in the order of the paths. If the process dies, the last result says so and the rest are missing."""
-    command = [sys.executable, "-m", "tpu_tgi_server.plan.compile", chip.name, *map(str, traced.cache_sizes)]
+def compile_in_order(traced: Traced, modules: Sequence[Module], chip: Chip) -> Iterator[Compiled | str]:
+    """Results in the order of the modules. If the process dies, the last result says so and the rest are missing."""
+    numbers = map(str, (traced.num_cores, *traced.cache_sizes))
+    command = [sys.executable, "-m", "tpu_tgi_server.plan.compile", chip.name, *numbers]
     environment = {**os.environ, **COMPILE_ENVIRONMENT}
     with tempfile.TemporaryFile("w+") as inputs, tempfile.TemporaryFile("w+") as errors:
-        inputs.write("\n".join(paths))
+        inputs.writelines(json.dumps(asdict(module)) + "\n" for module in modules)
         inputs.seek(0)
         with subprocess.Popen(
             command, env=environment, stdin=inputs, stdout=subprocess.PIPE, stderr=errors, text=True

@@ -7,26 +7,26 @@ writes down what it would compile.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
+from functools import partial
 from pathlib import Path
 
 import torch
 from loguru import logger
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from tpu_tgi_server.config import Dtype, Settings
+from tpu_tgi_server.config import Dtype, Quantize, settings_from
 from tpu_tgi_server.engine.loading import cache_sizes, resolve_limits, runner_limits
 from tpu_tgi_server.model import buckets, loading
-from tpu_tgi_server.model.architecture import find_model_class, load_config
-from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.architecture import load_config
 from tpu_tgi_server.model.interface import Graph
-from tpu_tgi_server.model.probe import layers_to_serve
 from tpu_tgi_server.model.runner import ModelRunner
+from tpu_tgi_server.model.sharding import bytes_a_core
 from tpu_tgi_server.plan.hollow import hollow_model
-from tpu_tgi_server.plan.messages import REFERENCE, Traced, TraceRequest
+from tpu_tgi_server.plan.messages import REFERENCE, Module, Traced, TraceRequest
 from tpu_tgi_server.plan.reference import ReferenceStep
-from tpu_tgi_server.runtime.tracing import TracingRuntime
+from tpu_tgi_server.runtime.tracing import LoweredStep, TracingRuntime
 
 
 def trace(request: TraceRequest) -> Traced:
@@ -36,51 +36,60 @@ def trace(request: TraceRequest) -> Traced:
         OSError, ValueError: the model's config cannot be read, the model cannot be served, or the sizes do not fit it.
         RuntimeError: a step cannot be traced.
     """
-    runtime = TracingRuntime()
+    runtime = TracingRuntime(request.num_cores)
     folder = Path(request.folder)
     config = load_config(folder, request.trust_remote_code)
-    layers = layers_to_serve(*find_model_class(config, folder, request.trust_remote_code), folder)
-    sizes = Settings(
-        request.folder,
+    sizes = settings_from(
+        {},
+        model_id=request.folder,
         max_batch_size=request.num_slots,
         max_input_tokens=request.max_input_tokens,
         max_total_tokens=request.max_total_tokens,
+        prefill_chunk_tokens=request.prefill_chunk_tokens,
     )
     limits = resolve_limits(sizes, config.get_text_config())
     dtype = loading.DTYPES.get(Dtype(request.dtype), runtime.default_dtype)
-    model = hollow_model(folder, dtype, runtime, request.trust_remote_code)
-    cache = loading.allocate_cache(layers, cache_sizes(sizes, limits), dtype, runtime)
+    quantize = Quantize(request.quantize) if request.quantize else None
+    loaded = hollow_model(folder, dtype, runtime, request.trust_remote_code, quantize)
+    model = loaded.module
+    cache = loading.allocate_cache(loaded.layers, cache_sizes(sizes, limits), dtype, runtime)
     steps = loading.make_steps(model, cache, sizes.watermark_delta, runtime)
     sizes_of_graphs = runner_limits(sizes.prefill_chunk_tokens, limits)
     runner = ModelRunner(runtime, steps, sizes_of_graphs)
     graphs = buckets.graphs(*astuple(sizes_of_graphs))
-    steps_by_name: dict[str, Callable[[], object]] = {
-        str(graph): lambda graph=graph: runner.run_once(graph)  # type: ignore[misc]
-        for graph in (largest_of_each_kind(graphs) if request.largest_only else graphs)
-    }
+    chosen = largest_of_each_kind(graphs) if request.largest_only else graphs
+    steps_by_name: dict[str, Callable[[], object]] = {str(graph): partial(runner.run_once, graph) for graph in chosen}
     if REFERENCE in request.graphs:
-        reference, tokens = ReferenceStep(model, cache), torch.zeros(2, limits.num_slots, dtype=torch.int32)
-        traced_reference = runtime.prepare(reference.decode, [])
-        steps_by_name[REFERENCE] = lambda: traced_reference(runtime.to_device(tokens), limits.max_total_tokens)
+        tokens = runtime.to_device(torch.zeros(2, limits.num_slots, dtype=torch.int32))
+        reference = runtime.prepare(ReferenceStep(model, cache).decode, [])
+        steps_by_name[REFERENCE] = partial(reference, tokens, limits.max_total_tokens)
     modules = {}
     for name in request.graphs or steps_by_name:
         steps_by_name[name]()
-        path = Path(request.target) / f"{name.replace(' ', '-')}.pb"
-        path.write_bytes(runtime.module)
-        modules[name] = str(path)
+        modules[name] = save(runtime.lowered, Path(request.target) / f"{name.replace(' ', '-')}.pb")
+    weights = [*model.parameters(), *model.buffers()]
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = [] if table is head else [table]  # a table that is shared is read whole by the output layer
     tensors = [*cache.keys, *cache.values]
     return Traced(
         modules=modules,
         num_graphs=len(graphs),
+        num_cores=runtime.num_cores,
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
         dtype=str(dtype).removeprefix("torch."),
-        weights_bytes=num_weight_bytes(model),
-        streamed_bytes=num_weight_bytes(model) - num_looked_up_bytes(model),
-        cache_bytes=num_cache_bytes(cache),
-        cache_sizes=sorted({tensor.numel() for tensor in tensors}),
+        weights_bytes=num_bytes_a_core(weights, runtime),
+        streamed_bytes=num_bytes_a_core(weights, runtime) - num_bytes_a_core(looked_up, runtime),
+        cache_bytes=num_bytes_a_core(tensors, runtime),
+        cache_sizes=sorted({num_bytes_a_core([tensor], runtime) // tensor.itemsize for tensor in tensors}),
         num_cache_buffers=len(tensors),
     )
+
+
+def save(lowered: LoweredStep, path: Path) -> Module:
+    """Write a module to a file."""
+    path.write_bytes(lowered.module)
+    return Module(str(path), lowered.donors, lowered.parameter_axes, lowered.result_axes)
 
 
 def largest_of_each_kind(graphs: tuple[Graph, ...]) -> list[Graph]:
@@ -91,19 +100,11 @@ def largest_of_each_kind(graphs: tuple[Graph, ...]) -> list[Graph]:
     return sorted(largest.values(), key=lambda graph: (graph.has_sampler, graph.kind))
 
 
-def num_weight_bytes(model: PreTrainedModel) -> int:
-    """Parameters and buffers, tied ones once."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def num_looked_up_bytes(model: PreTrainedModel) -> int:
-    """The embedding table, unless the output layer shares it and so reads it whole."""
-    table = model.get_input_embeddings().weight
-    return 0 if table is model.get_output_embeddings().weight else int(table.nbytes)
-
-
-def num_cache_bytes(cache: StaticCacheXla) -> int:
-    return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+def num_bytes_a_core(tensors: Sequence[Tensor], runtime: TracingRuntime) -> int:
+    """What each core holds of them."""
+    return sum(
+        bytes_a_core(tensor.shape, tensor.itemsize, runtime.split_axis(tensor), runtime.num_cores) for tensor in tensors
+    )
 
 
 def main() -> int:

@@ -11,15 +11,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, cast
 
-import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
 
 from tpu_tgi_server.runtime.interface import StepResultT
-
-OnResult = Callable[[Tensor], None]
+from tpu_tgi_server.runtime.lazy_graph import OnResult, lazy_graph, replace
 
 
 class ReplayedStep(Generic[StepResultT]):
@@ -41,26 +39,22 @@ class ReplayedStep(Generic[StepResultT]):
         key = tuple(tuple(argument.shape) if isinstance(argument, Tensor) else argument for argument in arguments)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if key not in self._graphs:
-            with torch.no_grad():
-                self._graphs[key] = self._trace(arguments, tensors)
+            self._graphs[key] = self._compile(arguments)
         results = self._graphs[key].run([*tensors, *self._in_place])
         return cast(StepResultT, results[0] if len(results) == 1 else tuple(results))
 
-    def _trace(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> "_Graph":
+    def _compile(self, arguments: Sequence[Any]) -> "_Graph":
         torch_xla.sync(reset_scope=False)  # or the graph would begin with what is still to be computed
-        before = [torch.clone(tensor) for tensor in self._in_place]
         xm.wait_device_ops()
-        handles = torch_xla._XLAC._get_tensors_handle([*tensors, *self._in_place])
-        for tensor in self._in_place:
-            torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
-        result = self._step(*arguments)
-        results = [result] if isinstance(result, Tensor) else list(cast(Sequence[Tensor], result))
-        for tensor in results:
-            self._on_result(tensor)
-        graph = _compile(results, self._in_place, handles)
-        _replace(self._in_place, before)
-        torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
-        return graph
+        with lazy_graph(self._step, arguments, self._in_place, self._on_result) as graph:
+            with alias_with_buffer_donor_config():
+                hash = torch_xla._XLAC._get_graph_hash(graph.outputs)
+                torch_xla._XLAC._xla_warm_up_cache(graph.outputs, [])
+            inputs = [
+                value if source is None else source
+                for source, value in zip(graph.sources, graph.parameters, strict=True)
+            ]
+            return _Graph(hash, inputs, graph.in_place)
 
 
 @dataclass(frozen=True)
@@ -82,38 +76,6 @@ class _Graph:
         inputs = [arguments[source] if isinstance(source, int) else source for source in self.inputs]
         outputs = torch_xla._XLAC._run_cached_graph(self.hash, inputs)
         split = len(outputs) - len(self.in_place)
-        _replace(self.in_place, outputs[split:])
+        replace(self.in_place, outputs[split:])
         results: list[Tensor] = outputs[:split]
         return results
-
-
-def _compile(results: Sequence[Tensor], in_place: Sequence[Tensor], argument_handles: Sequence[int]) -> _Graph:
-    """Compile what leads to some tensors.
-
-    XLA gives the buffers of donors of one shape to outputs of that shape in turn. So the outputs go in the order of the
-    parameters: in any other, each would be written into the buffer of another, and be copied in every step.
-
-    Args:
-        results: what the graph returns.
-        in_place: what it writes in place.
-        argument_handles: the buffers of all arguments, the last of which are those of `in_place`. The bridge goes by
-            torch_xla's numbers of tensors, but with several cores those of buffers that two graphs meet get lost.
-    """
-    _, parameters = torch_xla._XLAC._get_tensors_xla_device_data_node([*results, *in_place])
-    handles = torch_xla._XLAC._get_tensors_handle(parameters)
-    sources = {handle: index for index, handle in enumerate(argument_handles)}
-    ranks = {handle: rank for rank, handle in enumerate(handles)}
-    order = sorted(range(len(in_place)), key=lambda index: ranks[argument_handles[index - len(in_place)]])
-    ordered = [in_place[index] for index in order]
-    outputs = [*results, *ordered]
-    with alias_with_buffer_donor_config():
-        hash = torch_xla._XLAC._get_graph_hash(outputs)
-        torch_xla._XLAC._xla_warm_up_cache(outputs, [])
-    inputs = [sources.get(handle, value) for handle, value in zip(handles, parameters, strict=True)]
-    return _Graph(hash, inputs, ordered)
-
-
-def _replace(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Give tensors the values of others, without a copy."""
-    for tensor, source in zip(tensors, sources, strict=True):
-        torch_xla._XLAC._replace_xla_tensor(tensor, source)
