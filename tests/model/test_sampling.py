@@ -28,6 +28,8 @@ from tpu_tgi_server.model.sampling import (
     choose_greedily,
     draw,
     filtered_probabilities,
+    least_by_rank,
+    least_by_search,
     process_scores,
     prompt_logprobs,
     unpack_bits,
@@ -167,6 +169,21 @@ def test_stages_that_no_slot_needs_change_nothing(asked: list[Asked], seed: int)
         typical_p=any(slot.typical_p < 1 for slot in asked),
     )
     torch.testing.assert_close(probabilities(logits, asked, needed), probabilities(logits, asked), atol=1e-7, rtol=0)
+
+
+distances = st.floats(0, allow_infinity=True, width=32, allow_subnormal=False)
+
+
+@given(st.lists(st.tuples(distances, st.integers(0, 8)), min_size=1, max_size=40), st.integers(1, 64))
+@settings(max_examples=300, deadline=None)
+def test_search_and_sort_find_the_same_value(pairs: list[tuple[float, int]], mass: int) -> None:
+    """Weights are whole numbers of eighths, so that no sum is rounded."""
+    values, eighths = zip(*pairs, strict=True)
+    arguments = (torch.tensor([values]), torch.tensor([eighths]) / 8, torch.tensor([[mass / 8]]))
+    (found,) = least_by_search(*arguments)[0].tolist()
+    assert found == least_by_rank(*arguments)[0, 0]
+    reaching = [bound for bound in values if sum(weight for value, weight in pairs if value <= bound) >= mass]
+    assert found == min(reaching, default=float("inf"))
 
 
 def chi_squared_limit(degrees: int) -> float:

@@ -3,8 +3,8 @@
 The order is TGI's: watermark, repetition penalty, frequency penalty, grammar, temperature, top-k, top-p, typical-p,
 choice. Log-probabilities are always `log_softmax` of the raw logits in float32, whatever the choice was made from.
 
-Filters find a cutoff in the sorted scores and compare the unsorted ones with it, so nothing is scattered back, which is
-slow on a TPU. Shapes: B slots, V vocabulary, N top tokens.
+Filters find a cutoff and compare the scores with it, so nothing is scattered back, which is slow on a TPU.
+Shapes: B slots, V vocabulary, N top tokens.
 """
 
 from dataclasses import dataclass
@@ -140,47 +140,87 @@ def filtered_probabilities(scores: Tensor, inputs: SamplerTensors, stages: Stage
     """
     # the shift keeps a very small temperature from overflowing, and changes no probability
     scores = (scores - scores.amax(-1, keepdim=True)) / inputs.temperature
-    if stages.top_k or stages.top_p:
-        scores = scores.masked_fill(scores < score_cutoff(scores, inputs.top_k, inputs.top_p), -torch.inf)
+    if stages.top_k:
+        scores = keep_top_k(scores, inputs.top_k)
+    if stages.top_p:
+        scores = keep_top_p(scores, inputs.top_p)
     probabilities = torch.softmax(scores, dim=-1)
     if stages.typical_p:
         probabilities = probabilities * is_typical(probabilities, inputs.typical_p)
     return probabilities
 
 
-def score_cutoff(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The lowest score that top-k and then top-p keep; tokens that tie with it are kept too.
-
-    Top-p keeps the best tokens of what top-k left, until their mass reaches p (Holtzman et al. 2020).
+def keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+    """The k best scores and those that tie with them, -inf for the others.
 
     Args:
-        scores: float32 [B, V].
+        scores: float32 [B, V], the best 0.
         top_k: float32 [B, 1], 0 for all.
-        top_p: float32 [B, 1], 1 for all.
-
-    Returns:
-        float32 [B, 1].
     """
     vocab_size = scores.shape[-1]
-    ranked = scores.sort(dim=-1, descending=True).values
-    num_top_k = torch.where(top_k == 0, vocab_size, top_k.clamp(max=vocab_size))
-    cutoff_k = ranked.gather(-1, num_top_k.long() - 1)
-    probabilities = torch.softmax(ranked.masked_fill(ranked < cutoff_k, -torch.inf), dim=-1)
-    mass_above = probabilities.cumsum(-1) - probabilities
-    num_top_p = (mass_above < top_p).sum(-1, keepdim=True).clamp(min=1)
-    cutoff_p = ranked.gather(-1, num_top_p - 1)
-    return torch.where(top_p < 1, torch.maximum(cutoff_k, cutoff_p), cutoff_k)
+    num_kept = torch.where(top_k == 0, vocab_size, top_k.clamp(max=vocab_size))
+    return scores.masked_fill(-scores > least_reaching(-scores, torch.ones_like(scores), num_kept), -torch.inf)
+
+
+def keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    """The best scores until their mass reaches p (Holtzman et al. 2020), and ties; -inf for the others.
+
+    Args:
+        scores: float32 [B, V], the best 0.
+        top_p: float32 [B, 1], 1 for all.
+    """
+    farthest = least_reaching(-scores, torch.softmax(scores, dim=-1), top_p)
+    return scores.masked_fill((-scores > farthest) & (top_p < 1), -torch.inf)
 
 
 def is_typical(probabilities: Tensor, typical_p: Tensor) -> Tensor:
     """bool [B, V]: the tokens with the surprise nearest to the entropy, until their mass is p (Meister et al. 2023)."""
     surprise = -probabilities.log()
     entropy = torch.where(probabilities > 0, probabilities * surprise, 0.0).sum(-1, keepdim=True)
-    distance = (surprise - entropy).abs()
-    ranked = distance.sort(dim=-1)
-    mass = probabilities.gather(-1, ranked.indices).cumsum(-1)
-    last = (mass < typical_p).sum(-1, keepdim=True).clamp(max=probabilities.shape[-1] - 1)
-    return (distance <= ranked.values.gather(-1, last)) | (typical_p >= 1)
+    distances = (surprise - entropy).abs()
+    return (distances <= least_reaching(distances, probabilities, typical_p)) | (typical_p >= 1)
+
+
+def least_reaching(values: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
+    """The least value up to which the weights reach a mass; infinite if they never do.
+
+    Args:
+        values: float32 [B, V], 0 or more, may be infinite.
+        weights: float32 [B, V], 0 or more.
+        mass: float32 [B, 1], more than 0.
+
+    Returns:
+        float32 [B, 1], one of the values.
+    """
+    find = least_by_search if values.device.type == "xla" else least_by_rank
+    return find(values, weights, mass)
+
+
+def least_by_rank(values: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
+    """`least_reaching` by sorting, which is fast on the CPU."""
+    ranked = values.sort(dim=-1)
+    is_short = weights.gather(-1, ranked.indices).cumsum(-1) < mass
+    return ranked.values.masked_fill(is_short, torch.inf).amin(-1, keepdim=True)
+
+
+def least_by_search(values: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
+    """`least_reaching` by a binary search over all numbers of float32: the exponent, then each bit of the fraction.
+
+    It sorts nothing, which TPUs and their compiler take long for. Values below 2**-126 count as 0.
+    """
+
+    def is_short(bound: Tensor | float) -> Tensor:
+        return torch.where(values <= bound, weights, 0.0).sum(-1, keepdim=True) < mass
+
+    power = torch.full_like(mass, torch.finfo(torch.float32).tiny)
+    for exponent in (64, 64, 64, 32, 16, 8, 4, 2, 1):
+        power = torch.where(is_short(power * 2.0**exponent), power * 2.0**exponent, power)
+    bound = power
+    for exponent in range(1, 24):
+        larger = bound + power * 2.0**-exponent
+        bound = torch.where(is_short(larger), larger, bound)
+    largest_short = torch.where(is_short(bound), bound, torch.where(is_short(0.0), 0.0, -1.0))
+    return torch.where(values > largest_short, values, torch.inf).amin(-1, keepdim=True)
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
