@@ -47,6 +47,29 @@ def test_prefill_runs_in_one_execution_and_decode_in_one_a_step(driver: Scripted
     assert (driver.model.num_prefills, driver.model.num_decodes) == (1, 4)
 
 
+def test_requests_that_join_step_together_with_those_that_run_also_when_steps_are_ahead() -> None:
+    driver = ScriptedDriver(steps_ahead=True)
+    requests = [new_request(id, f"prompt {id}", new=6) for id in range(2)]
+    running = batch_of(driver.prefill(10, requests[0]))
+    running = batch_of(driver.decode(running))
+    assert driver.model.num_decodes == 2
+    joining = batch_of(driver.prefill(11, requests[1]))
+    assert driver.model.num_decodes == 2
+    merged = batch_of(driver.decode(running, joining))
+    assert [len(driver.answers[id].ids) for id in range(2)] == [3, 1]
+    driver.drain(merged)
+    assert driver.model.num_decodes == 7, "the first stepped alone twice, and the second took five tokens"
+    for request in requests:
+        driver.check(request)
+
+
+def test_steps_ahead_of_a_batch_that_was_cleared_hold_nobody_up() -> None:
+    driver = ScriptedDriver(steps_ahead=True)
+    driver.clear(driver.prefill(10, new_request(0, "cleared", new=6)))
+    driver.prefill(11, new_request(1, "next", new=6))
+    assert driver.model.num_decodes == 2
+
+
 def test_decode_merges_batches_under_the_first_id(driver: ScriptedDriver) -> None:
     requests = [new_request(id, f"prompt {id}", new=6) for id in range(4)]
     old = batch_of(driver.prefill(10, *requests[:2]))

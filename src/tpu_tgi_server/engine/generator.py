@@ -112,7 +112,7 @@ class Generator:
 
         Whatever comes in between: the tokens wait for the next Decode of their request, or are forgotten with it.
         """
-        if self._last_batch_id is None or self._in_flight:
+        if self._last_batch_id is None or not all(steps.is_taken for steps in self._in_flight):
             return  # a batch that was prefilled meanwhile joins the one whose tokens wait, and then they step together
         started = time.perf_counter_ns()
         for steps in self._start_steps(self._running(self._last_batch_id)):
