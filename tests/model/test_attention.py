@@ -48,7 +48,7 @@ def test_attend_equals_torch_with_grouped_heads(num_rows: int, scaling: float) -
     keys, values = heads(NUM_KV_HEADS, 5, num_rows), heads(NUM_KV_HEADS, 5, num_rows)
     mask = causal_mask(5, None)
     torch.testing.assert_close(
-        attend(query, keys, values, mask, scaling, None), peer(query, keys, values, mask, scaling)
+        attend(query, keys, values, keys.shape[1], mask, scaling, None), peer(query, keys, values, mask, scaling)
     )
 
 
@@ -59,7 +59,7 @@ def test_attend_caps_scores_as_written_out_by_hand() -> None:
     scores = 2.0 * torch.tanh(query @ repeated_keys.mT * 0.9 / 2.0)
     weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
     expected = (weights @ repeated_values).transpose(1, 2)
-    torch.testing.assert_close(attend(query, keys, values, mask, 0.9, 2.0), expected)
+    torch.testing.assert_close(attend(query, keys, values, keys.shape[1], mask, 0.9, 2.0), expected)
 
 
 def test_attend_accumulates_in_float32() -> None:
@@ -67,7 +67,7 @@ def test_attend_accumulates_in_float32() -> None:
     query, keys, values = query.bfloat16(), keys.bfloat16(), values.bfloat16()
     mask = causal_mask(4, None)
     exact = peer(query.float(), keys.float(), values.float(), mask, 0.3)
-    output = attend(query, keys, values, mask, 0.3, None)
+    output = attend(query, keys, values, keys.shape[1], mask, 0.3, None)
     assert output.dtype is torch.bfloat16
     torch.testing.assert_close(output, exact.bfloat16(), rtol=0, atol=0)
 
@@ -146,12 +146,12 @@ def test_numbers_that_overflow_stay_with_their_own_request(overflow: float) -> N
     step = prefill_step(cache, (0, 4), (1, 4))
     query, keys, values = heads(NUM_HEADS, 8), heads(NUM_KV_HEADS, 8), heads(NUM_KV_HEADS, 8)
     keys[:, :, :4] = values[:, :, :4] = overflow
-    output = attend(query, *step.store(0, keys, values), step.visible(0, None), 1.0, None)
+    output = attend(query, *step.store(0, keys, values), NUM_KV_HEADS, step.visible(0, None), 1.0, None)
     assert output[:, 4:].isfinite().all(), "the neighbour in the same prefill"
 
     step_after = DecodeStep(cache, Places(int32(*range(NUM_SLOTS)), int32(0, 0, 0)), context_len=MAX_LEN)
     query, keys, values = (heads(count, 1, NUM_SLOTS) for count in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
-    output = attend(query, *step_after.store(0, keys, values), step_after.visible(0, None), 1.0, None)
+    output = attend(query, *step_after.store(0, keys, values), NUM_KV_HEADS, step_after.visible(0, None), 1.0, None)
     assert output.isfinite().all(), "the next request in the slot"
 
 
@@ -164,7 +164,8 @@ def test_heads_side_by_side_in_the_cache_change_no_result(num_tokens: int, softc
     mask = torch.rand(2, 1, 1, num_tokens, 7) < 0.8
     mask[..., 0] = True
     torch.testing.assert_close(
-        attend(query, row_keys, row_values, mask, 0.3, softcap), attend(query, keys, values, mask, 0.3, softcap)
+        attend(query, row_keys, row_values, NUM_KV_HEADS, mask, 0.3, softcap),
+        attend(query, keys, values, NUM_KV_HEADS, mask, 0.3, softcap),
     )
 
 
@@ -177,9 +178,37 @@ def test_cache_writes_heads_side_by_side() -> None:
     torch.testing.assert_close(cache.values[0][2, 0, 5], values.reshape(-1))
 
 
+def test_heads_that_do_not_fill_their_last_row_change_no_result() -> None:
+    """Three heads in two rows of two: what stands in the empty place is read, and makes no difference."""
+    shape = (NUM_SLOTS, 2, MAX_LEN, 2 * HEAD_SIZE)
+    cache = StaticCacheXla([torch.zeros(shape)], [torch.zeros(shape)], MAX_LEN)
+    slots = int32(*range(NUM_SLOTS))
+    cells = [(heads(3, 1, NUM_SLOTS)[:, :, 0], heads(3, 1, NUM_SLOTS)[:, :, 0]) for _ in range(MAX_LEN)]
+    for position, (keys, values) in enumerate(cells):
+        cache.write(0, Places(slots, torch.full_like(slots, position)), keys, values)
+    query = heads(6, 1, NUM_SLOTS)
+    mask = torch.rand(NUM_SLOTS, 1, 1, 1, MAX_LEN) < 0.8
+    mask[..., 0] = True
+    keys, values = (torch.stack(tensors, dim=2) for tensors in zip(*cells, strict=True))
+    torch.testing.assert_close(
+        attend(query, *cache.read(0, MAX_LEN), 3, mask, 0.3, None), attend(query, keys, values, 3, mask, 0.3, None)
+    )
+
+
 @pytest.mark.parametrize(
     ("num_heads", "head_size", "expected"),
-    [(8, 64, 2), (4, 256, 1), (8, 128, 1), (3, 64, 1), (4, 96, 4), (32, 80, 8), (1, 64, 1), (2, 16, 1), (8, 16, 8)],
+    [
+        (8, 64, 2),
+        (4, 256, 1),
+        (8, 128, 1),
+        (3, 64, 2),
+        (4, 96, 4),
+        (32, 80, 8),
+        (4, 80, 1),
+        (1, 64, 2),
+        (2, 16, 8),
+        (8, 16, 8),
+    ],
 )
 def test_heads_share_a_row_only_where_that_fills_lanes(num_heads: int, head_size: int, expected: int) -> None:
     assert heads_a_row(num_heads, head_size) == expected

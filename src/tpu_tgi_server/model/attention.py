@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tpu_tgi_server.model.cache import Places, StaticCacheXla
+from tpu_tgi_server.model.cache import Places, StaticCacheXla, fill_rows
 from tpu_tgi_server.model.ring import visible_cells
 
 ATTENTION_NAME = "slot_cache"
@@ -118,7 +118,13 @@ def finite(values: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_kv_heads: int,
+    visible: Tensor,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """Grouped-query attention that never repeats keys and values, and makes no float32 copy of them on a TPU.
 
@@ -128,6 +134,7 @@ def attend(
         query: [N, H, T, D].
         keys: [N, K / P, C, P D], P heads side by side; P is 1 unless the cache says otherwise.
         values: [N, K / P, C, P D].
+        num_kv_heads: K.
         visible: bool, broadcast to [N, K, G, T, C].
         scaling: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; None for off.
@@ -137,16 +144,15 @@ def attend(
     """
     num_rows, num_heads, num_tokens, head_size = query.shape
     num_side_by_side = keys.shape[-1] // head_size
-    num_kv_heads = keys.shape[1] * num_side_by_side
     grouped = (query.float() * scaling).reshape(num_rows, num_kv_heads, -1, head_size)
     # a product of matrices would fold [N, K] into one axis, and a split of the heads over cores would be lost
     products = torch.einsum("nkrd,nkcd->nkrc", spread(grouped, num_side_by_side), keys.float())
-    scores = products.reshape(num_rows, num_kv_heads, -1, num_tokens, keys.shape[2])
+    scores = products.reshape(num_rows, keys.shape[1] * num_side_by_side, -1, num_tokens, keys.shape[2])
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(torch.float32).min), dim=-1)
     sums = torch.einsum("nkrc,nkcd->nkrd", weights.reshape(products.shape), values.float())
-    output = gather(sums, num_side_by_side)
+    output = gather(sums, num_side_by_side)[:, :num_kv_heads]
     return output.reshape(num_rows, num_heads, num_tokens, head_size).transpose(1, 2).to(query.dtype)
 
 
@@ -155,7 +161,8 @@ def spread(queries: Tensor, num_side_by_side: int) -> Tensor:
     if num_side_by_side == 1:
         return queries
     num_rows, _, num_queries, head_size = queries.shape
-    heads = queries.reshape(num_rows, -1, num_side_by_side, num_queries, 1, head_size)
+    filled = fill_rows(queries, num_side_by_side)
+    heads = filled.reshape(num_rows, -1, num_side_by_side, num_queries, 1, head_size)
     blocks = heads * diagonal(num_side_by_side, queries.device)[:, None, :, None]
     return blocks.reshape(num_rows, -1, num_side_by_side * num_queries, num_side_by_side * head_size)
 
@@ -199,7 +206,8 @@ def slot_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.store(layer, key, value)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, keys, values, step.visible(layer, sliding_window), scaling, softcap), None
+    visible = step.visible(layer, sliding_window)
+    return attend(query, keys, values, key.shape[1], visible, scaling, softcap), None
 
 
 def register() -> None:

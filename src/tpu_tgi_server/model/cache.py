@@ -10,9 +10,11 @@ every write.
 """
 
 from dataclasses import dataclass, field
+from math import gcd
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tpu_tgi_server.model.ring import ring_cells
 
@@ -20,9 +22,21 @@ NUM_LANES = 128
 
 
 def heads_a_row(num_heads: int, head_size: int) -> int:
-    """How many heads fill rows of whole lanes: the least divisor of `num_heads` that does, or 1 if none does."""
-    sizes = (size for size in range(1, num_heads + 1) if num_heads % size == 0)
-    return next((size for size in sizes if size * head_size % NUM_LANES == 0), 1)
+    """P, the fewest heads that fill whole lanes.
+
+    Where P does not divide the heads, the last row is partly empty. P is 1 if that takes more memory than rows of one
+    head each, of which lanes stay empty.
+    """
+    num_side_by_side = NUM_LANES // gcd(head_size, NUM_LANES)
+    size_of_rows = -(-num_heads // num_side_by_side) * num_side_by_side * head_size
+    size_alone = num_heads * -(-head_size // NUM_LANES) * NUM_LANES
+    return num_side_by_side if size_of_rows <= size_alone else 1
+
+
+def fill_rows(heads: Tensor, num_side_by_side: int) -> Tensor:
+    """[N, K, ...] with zeros for the heads that are missing in the last row of P."""
+    num_missing = -heads.shape[1] % num_side_by_side
+    return pad(heads, [0, 0] * (heads.ndim - 2) + [0, num_missing]) if num_missing else heads
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class StaticCacheXla:
     (a write through a view does not).
 
     Attributes:
-        keys: one tensor [B, K / P, R, P D] a layer, where R may differ from layer to layer.
+        keys: one tensor [B, K / P, R, P D] a layer, K / P rounded up, where R may differ from layer to layer.
         values: the same for the values.
         max_slot_len: S, how many positions a slot has.
     """
@@ -96,7 +110,8 @@ class StaticCacheXla:
         """
         index = (places.slots[:, None], self._rows, places.cells_of(self.ring_len(layer))[:, None])
         for tensor, cells in ((self.keys[layer], keys), (self.values[layer], values)):
-            tensor.index_put_(index, cells.reshape(cells.shape[0], tensor.shape[1], tensor.shape[3]))
+            filled = fill_rows(cells, tensor.shape[3] // cells.shape[2])
+            tensor.index_put_(index, filled.reshape(cells.shape[0], tensor.shape[1], tensor.shape[3]))
 
     def read(self, layer: int, context_len: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots in the first `context_len` cells, or all, if a layer has fewer.

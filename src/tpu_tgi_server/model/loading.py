@@ -123,13 +123,13 @@ def allocate_cache(
     """
     num_heads, head_size = layers[0].num_heads, layers[0].key_size
     ring_lens = [ring_len(layer.window, sizes.max_step_tokens, sizes.max_slot_len) for layer in layers]
-    slot_shape = (2, num_heads, sum(ring_lens), head_size)
+    is_one_core = runtime.is_compiled and runtime.num_cores == 1  # several share the heads, so each has its own row
+    num_side_by_side = heads_a_row(num_heads, head_size) if is_one_core else 1
+    num_rows, row_size = -(-num_heads // num_side_by_side), num_side_by_side * head_size
+    slot_shape = (2, num_rows, sum(ring_lens), row_size)
     bytes_a_slot = bytes_a_core(slot_shape, dtype.itemsize, HEADS_AXIS, runtime.num_cores)
     check_cache_fits(sizes.num_slots, bytes_a_slot, runtime.free_memory_bytes())
     log_cache(ring_lens, sizes, bytes_a_slot, runtime.num_cores)
-    is_one_core = runtime.is_compiled and runtime.num_cores == 1  # several share the heads, so each has its own row
-    num_side_by_side = heads_a_row(num_heads, head_size) if is_one_core else 1
-    num_rows, row_size = num_heads // num_side_by_side, num_side_by_side * head_size
 
     def zeros() -> list[torch.Tensor]:
         shapes = ((sizes.num_slots, num_rows, length, row_size) for length in ring_lens)
