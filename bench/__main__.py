@@ -23,7 +23,7 @@ from bench.packing import measure_packing
 from bench.peer import transformers_peer
 from bench.plot import draw
 from bench.server import served_model
-from bench.throughput import measure_arrivals, measure_streams
+from bench.throughput import ANSWER_LENS, measure_arrivals, measure_streams
 
 RESULTS = Path("bench-results")
 DTYPE = "float32"
@@ -53,7 +53,8 @@ class Benchmark:
 
     def _arrivals(self) -> Iterator[Bar]:
         with served_model(self._model, 8, *SERVER_OPTIONS) as stub, transformers_peer(self._model, DTYPE) as peer:
-            yield measure_arrivals(stub, peer, self._model)
+            for answer_lens in ANSWER_LENS:
+                yield measure_arrivals(stub, peer, self._model, answer_lens)
 
     def _steps(self) -> Iterator[Bar]:
         options = (*SERVER_OPTIONS, "--prefill-chunk-tokens", str(self._chunk_len))

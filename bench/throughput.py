@@ -20,6 +20,8 @@ NUM_TOKENS = 48
 NUM_ROUNDS = 3
 NUM_ARRIVALS = 32
 ARRIVAL_EVERY_S = 0.1
+ANSWER_LENS = ((4, 28), (16, 96))
+"""The fewest and the most tokens that arrivals want: prompts dominate the one, answers the other."""
 NUM_ARRIVAL_ROUNDS = 2
 WORDS = ("sea", "wide", "small", "boat", "sails", "over", "an", "island", "where", "nobody", "lives", "but", "birds")
 
@@ -54,9 +56,9 @@ def measure_streams(stub: Any, peer: Peer, model: Path) -> Bar:
     )
 
 
-def measure_arrivals(stub: Any, peer: Peer, model: Path) -> Bar:
+def measure_arrivals(stub: Any, peer: Peer, model: Path, answer_lens: tuple[int, int]) -> Bar:
     """Requests of mixed lengths that arrive over time against transformers' continuous batching, of as many slots."""
-    work = mixed_work(model)
+    work = mixed_work(model, answer_lens)
     ours, theirs = [], []
     is_equal = False
     for number in range(NUM_ARRIVAL_ROUNDS):
@@ -65,7 +67,10 @@ def measure_arrivals(stub: Any, peer: Peer, model: Path) -> Bar:
         seconds, peer_ids = peer.serve(work.ids, work.num_tokens, work.arrivals_s, NUM_STREAMS)
         theirs.append(seconds)
         is_equal = ids == peer_ids
-    name = f"tokens/s, {NUM_ARRIVALS} arrivals, {NUM_STREAMS} slots ÷ transformers continuous batching"
+    lens = "{} to {}".format(*answer_lens)
+    name = (
+        f"tokens/s, {NUM_ARRIVALS} arrivals for {lens} tokens, {NUM_STREAMS} slots ÷ transformers continuous batching"
+    )
     return ratio_bar(name, 3, ours, theirs, sum(work.num_tokens), is_equal)
 
 
@@ -79,11 +84,11 @@ def ratio_bar(
     return Bar(name, their_s / our_s, limit, ">=", note=note)
 
 
-def mixed_work(model: Path) -> Work:
-    """Prompts of about 8 to 90 tokens that want 4 to 28, one every tenth of a second; the same in each run."""
+def mixed_work(model: Path, answer_lens: tuple[int, int]) -> Work:
+    """Prompts of about 8 to 90 tokens, one every tenth of a second; the same in each run."""
     chance = random.Random(0)
     texts = [" ".join(chance.choices(WORDS, k=chance.randint(8, 80))) for _ in range(NUM_ARRIVALS)]
-    num_tokens = [chance.randint(4, 28) for _ in range(NUM_ARRIVALS)]
+    num_tokens = [chance.randint(*answer_lens) for _ in range(NUM_ARRIVALS)]
     return Work(texts, encode(model, texts), num_tokens, [ARRIVAL_EVERY_S * n for n in range(NUM_ARRIVALS)])
 
 
