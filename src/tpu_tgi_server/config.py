@@ -185,7 +185,6 @@ VARIABLES = {
 ONE_PROCESS = "one process drives all chips: start the launcher with --num-shard 1 and without --sharded"
 
 REFUSED_VARIABLES = {
-    "replicas": Variable(("REPLICAS",), int),
     "LORA_ADAPTERS": "LoRA adapters are not supported: merge the adapter into its model and serve that, "
     "without --lora-adapters",
     "ROPE_SCALING": "--rope-scaling is not supported: put the scaling into the model's config.json",

@@ -42,10 +42,12 @@ async def started(mailbox: RootMailbox) -> AsyncIterator[RootMailbox]:
 
 
 def agents() -> list[psutil.Process]:
-    """The living ones: children of the server that they are forked from."""
+    """The living ones: spawned by this process, or forked from the server that it has started; a zombie is none."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    children = [] if server is None else psutil.Process(server).children()
-    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    forked = [] if server is None else psutil.Process(server).children()
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    spawned = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return [*spawned, *(child for child in forked if child.status() != psutil.STATUS_ZOMBIE)]
 
 
 async def until(condition: Callable[[], bool]) -> None:

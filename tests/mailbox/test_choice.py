@@ -1,5 +1,7 @@
 """`--parallel auto` on hosts with and without several chips. Models are really measured, in a process of their own."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,12 +50,12 @@ async def test_model_that_fits_one_chip_runs_on_each(tmp_path: Path, tiny_model_
 async def test_model_whose_slots_do_not_fit_one_chip_runs_over_all(
     tmp_path: Path, tiny_model_folder: Path, log: list[str]
 ) -> None:
-    """Of chips that nobody knows, and that count as small ones. A slot has 512 positions of 128 numbers, 131 kB."""
-    num_slots = 2 * 117_000
+    """Of chips that nobody knows, and that count as small ones. A slot has 512 positions of 1024 bytes, 524 kB."""
+    num_slots = 2 * 29_250
     settings = Settings(str(tiny_model_folder), device=Device.TPU, logger_level="ERROR", max_batch_size=num_slots)
     assert await resolved(settings, {}, host(tmp_path, 2)) is Parallel.TENSOR
     assert log[0] == "the generation of the chips is not known, so each is taken to have 16.9 GB"
-    assert log[1].startswith("parallel: tensor over 2 chips, as the weights (0.0 GB) and 117000 slots (15.3 GB)")
+    assert log[1].startswith("parallel: tensor over 2 chips, as the weights (0.0 GB) and 29250 slots (15.3 GB)")
 
 
 async def test_model_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
@@ -61,6 +63,19 @@ async def test_model_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(AgentDiedError, match="missing"):
         await resolved(settings, V6E, host(tmp_path, 2))
     assert agents() == []
+
+
+async def test_model_that_cannot_be_served_ends_the_start_with_the_reason(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    folder = tmp_path / "dynamic"
+    shutil.copytree(tiny_model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = Settings(str(folder), device=Device.TPU, logger_level="OFF")
+    with pytest.raises(AgentDiedError, match="has dynamic rotary positions"):
+        await resolved(settings, V6E, host(tmp_path, 2))
 
 
 @pytest.mark.parametrize(("num_chips", "reason"), [(1, "there is no other"), (0, "no other is seen")])

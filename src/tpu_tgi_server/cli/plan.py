@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -79,6 +80,8 @@ def print_plan(settings: Settings, tpu: Tpu, all_graphs: bool) -> bool:
     from tpu_tgi_server.plan.report import fits, report
 
     check_compiler()
+    if settings.parallel is Parallel.REPLICA:  # which divide the slots, as the server does
+        settings = replace(settings, max_batch_size=-(-settings.max_batch_size // tpu.num_chips))
     with tempfile.TemporaryDirectory() as target:
         request = TraceRequest.from_settings(
             settings,

@@ -133,10 +133,6 @@ class Placement:
         self._forget(self._batches.keep(batch_id, request_ids))
         return {part: [id for id in ids if id in self._residents] for part, ids in parts.items()}
 
-    def remove(self, batch_id: int) -> list[Part]:
-        """Forget a batch; the parts that it had."""
-        return list(self.keep(batch_id, ()))
-
     def clear(self) -> None:
         """Forget all."""
         self._batches.clear()

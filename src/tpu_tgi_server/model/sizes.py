@@ -1,5 +1,6 @@
 """How many bytes a model's weights and slots take, from a model that has shapes and no values."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,8 +8,8 @@ from transformers import PreTrainedConfig
 
 from tpu_tgi_server.config import Quantize
 from tpu_tgi_server.model import int8
-from tpu_tgi_server.model.cache import CacheSizes
-from tpu_tgi_server.model.probe import attention_calls
+from tpu_tgi_server.model.cache import CacheSizes, heads_a_row
+from tpu_tgi_server.model.probe import AttentionCall
 from tpu_tgi_server.model.ring import ring_len
 
 
@@ -22,12 +23,10 @@ def weight_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype,
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def slot_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, cache: CacheSizes) -> int:
-    """Keys and values of one slot."""
-    cells = (
-        call.num_heads
-        * (call.key_size + call.value_size)
-        * ring_len(call.window, cache.max_step_tokens, cache.max_slot_len)
-        for call in attention_calls(model_class, config)
-    )
-    return sum(cells) * dtype.itemsize
+def slot_bytes(layers: Sequence[AttentionCall], dtype: torch.dtype, cache: CacheSizes) -> int:
+    """Keys and values of one slot on one core of a TPU, see `cache.heads_a_row`."""
+    num_heads, head_size = layers[0].num_heads, layers[0].key_size
+    num_side_by_side = heads_a_row(num_heads, head_size)
+    row_numbers = -(-num_heads // num_side_by_side) * num_side_by_side * head_size
+    lengths = (ring_len(layer.window, cache.max_step_tokens, cache.max_slot_len) for layer in layers)
+    return 2 * row_numbers * sum(lengths) * dtype.itemsize
