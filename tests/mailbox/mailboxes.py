@@ -42,12 +42,22 @@ async def started(mailbox: RootMailbox) -> AsyncIterator[RootMailbox]:
 
 
 def agents() -> list[psutil.Process]:
-    """The living ones: spawned by this process, or forked from the server that it has started; a zombie is none."""
+    """The living ones: spawned by this process, or forked from the server that it has started."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     forked = [] if server is None else psutil.Process(server).children()
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    spawned = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    return [*spawned, *(child for child in forked if child.status() != psutil.STATUS_ZOMBIE)]
+    spawned = [child for child in psutil.Process().children() if is_spawned(child)]
+    return [*spawned, *filter(is_living, forked)]
+
+
+def is_living(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return False
+
+
+def is_spawned(process: psutil.Process) -> bool:
+    return is_living(process) and "spawn_main" in " ".join(process.cmdline())
 
 
 async def until(condition: Callable[[], bool]) -> None:

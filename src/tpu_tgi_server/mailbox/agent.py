@@ -21,7 +21,6 @@ from loguru import logger
 
 from tpu_tgi_server.config import Settings
 from tpu_tgi_server.engine.generator import Generator
-from tpu_tgi_server.engine.needs import model_needs
 from tpu_tgi_server.engine.types import EngineError, ModelInfo
 from tpu_tgi_server.logs import configure_logging, origin
 from tpu_tgi_server.mailbox.messages import (
@@ -88,6 +87,8 @@ def run_agent_process(settings: Settings, loader: str | None, connection: Connec
 
 
 def _measure(settings: Settings, replies: "queue.SimpleQueue[Reply | Progress | None]") -> None:
+    from tpu_tgi_server.engine.needs import model_needs  # with it come transformers' models, and torch_xla with them
+
     def on_file(name: str, done: int, total: int) -> None:
         replies.put(Progress("measuring", name, done, total))
 
