@@ -7,20 +7,10 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from tests.engine.grammars import NUM_TRAINED, VOCAB_SIZE, allowed, make_tokenizer, say, walk
+from tests.engine.grammars import NUM_TRAINED, VOCAB_SIZE, allowed, say, walk
 from tpu_tgi_server.engine.grammar import Grammar, GrammarCompiler
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import GrammarType
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCAB_SIZE)
 
 
 def test_a_mask_is_one_bit_for_each_logit_and_none_beyond(tokenizer: Tokenizer):

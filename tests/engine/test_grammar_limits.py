@@ -6,22 +6,11 @@ import time
 
 import pytest
 
-from tests.engine.grammars import VOCAB_SIZE, allowed, make_tokenizer, say
+from tests.engine.grammars import VOCAB_SIZE, allowed, say
 from tpu_tgi_server.engine.grammar import MAX_CACHED_GRAMMARS, MAX_COMPILING, GrammarCompiler
 from tpu_tgi_server.engine.grammar_text import MAX_GRAMMAR_BYTES
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 from tpu_tgi_server.engine.types import EngineError, ErrorKind, GrammarType
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCAB_SIZE)
-
 
 MANY_OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}
 

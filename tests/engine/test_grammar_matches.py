@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.engine.grammars import VOCAB_SIZE, make_tokenizer, walk
+from tests.engine.grammars import walk
 from tpu_tgi_server.engine.grammar import GrammarCompiler
 from tpu_tgi_server.engine.tokenizer import Tokenizer, load_tokenizer
 from tpu_tgi_server.engine.types import GrammarType
@@ -82,16 +82,6 @@ SCHEMAS: list[dict[str, object] | bool] = [
     {"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 9}]},
     {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "integer"}}, "additionalProperties": False},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

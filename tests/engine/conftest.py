@@ -1,0 +1,17 @@
+"""What the tests of grammars share."""
+
+import pytest
+
+from tests.engine.grammars import VOCAB_SIZE, make_tokenizer
+from tpu_tgi_server.engine.grammar import GrammarCompiler
+from tpu_tgi_server.engine.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, VOCAB_SIZE)
