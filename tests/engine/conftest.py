@@ -1,8 +1,9 @@
-"""What the tests of grammars share."""
+"""What tests of the engine share."""
 
 import pytest
 
 from tests.engine.grammars import VOCAB_SIZE, make_tokenizer
+from tests.engine.scripted_driver import ScriptedDriver
 from tpu_tgi_server.engine.grammar import GrammarCompiler
 from tpu_tgi_server.engine.tokenizer import Tokenizer
 
@@ -15,3 +16,8 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, VOCAB_SIZE)
+
+
+@pytest.fixture
+def driver() -> ScriptedDriver:
+    return ScriptedDriver()
