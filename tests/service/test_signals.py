@@ -8,6 +8,7 @@ import pytest
 
 from tests.scripted import Faults
 from tests.servers import (
+    ServerProcess,
     start_model_server,
     start_scripted_server,
 )
@@ -51,26 +52,24 @@ def test_sigterm_at_the_very_start(tmp_path: Path) -> None:
 
 def test_sigterm_while_warming_up(tmp_path: Path) -> None:
     with start_scripted_server(tmp_path, Faults(warm_up_s=LONG_S)) as server:
-        server.wait_for_socket()
-        with server.connect() as stub:
-            call = stub.Warmup.future(pb.WarmupRequest())
-            server.wait_for_log("warm_up begins")
-            server.process.send_signal(signal.SIGTERM)
-            assert server.wait_until_gone(10) == 0
-            assert error_of(call, timeout_s=1).code() is grpc.StatusCode.UNAVAILABLE
-        assert not server.socket.exists()
+        end_in_warm_up(server, "warm_up begins")
 
 
 def test_sigterm_while_xla_compiles(tmp_path: Path, tiny_model_folder: Path) -> None:
     with start_model_server(tmp_path, tiny_model_folder, "--device", "xla-cpu") as server:
-        server.wait_for_socket()
-        with server.connect() as stub:
-            call = stub.Warmup.future(pb.WarmupRequest())
-            server.wait_for_log("warming up: prefill 16 greedy (1/")
-            server.process.send_signal(signal.SIGTERM)
-            assert server.wait_until_gone(10) == 0
-            assert error_of(call, timeout_s=1).code() is grpc.StatusCode.UNAVAILABLE
-        assert not server.socket.exists()
+        end_in_warm_up(server, "warming up: prefill 16 greedy (1/")
+
+
+def end_in_warm_up(server: ServerProcess, log_text: str) -> None:
+    """SIGTERM when the log of a Warmup has a text: the call gets an error, and nothing is left."""
+    server.wait_for_socket()
+    with server.connect() as stub:
+        call = stub.Warmup.future(pb.WarmupRequest())
+        server.wait_for_log(log_text)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_until_gone(10) == 0
+        assert error_of(call, timeout_s=1).code() is grpc.StatusCode.UNAVAILABLE
+    assert not server.socket.exists()
 
 
 def test_sigterm_while_the_model_is_loaded_again(tmp_path: Path) -> None:
