@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.bars import Bar
 from tpu_tgi_server.model import buckets, loading
-from tpu_tgi_server.model.attention import running
+from tpu_tgi_server.model.attention import WHOLE_ROW, running
 from tpu_tgi_server.model.cache import CacheSizes, Places, StaticCacheXla
 from tpu_tgi_server.model.files import ModelFiles
 from tpu_tgi_server.model.interface import PromptChunk
@@ -37,6 +37,7 @@ class PaddedStep:
     cache: StaticCacheXla
     places: Places
     mask: Tensor
+    parts: Sequence[slice] = WHOLE_ROW
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [N, K, T, D] to the cache; return them."""
@@ -44,7 +45,7 @@ class PaddedStep:
         return keys, values
 
     def visible(self, _layer: int, _window: int | None) -> Tensor:
-        """bool [1, 1, 1, T, T]."""
+        """bool [1, T, T]."""
         return self.mask
 
 
@@ -82,7 +83,7 @@ def prefill_padded(model: torch.nn.Module, cache: StaticCacheXla, lengths: Seque
     positions = torch.arange(row_len, dtype=torch.int32)
     slots = torch.arange(num_rows, dtype=torch.int32).repeat_interleave(row_len)
     places = Places(slots, positions.repeat(num_rows))
-    step = PaddedStep(cache, places, visible_cells(positions, row_len, row_len, None)[None, None, None])
+    step = PaddedStep(cache, places, visible_cells(positions, row_len, row_len, None)[None])
     with running(step):
         hidden = model.base_model(input_ids=ids, position_ids=positions.expand(num_rows, -1), use_cache=False)  # type: ignore[operator]
     last = hidden.last_hidden_state[torch.arange(num_rows), torch.tensor(lengths) - 1]

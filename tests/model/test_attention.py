@@ -1,12 +1,15 @@
 """Attention over the slot cache against torch's own."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, attend, running, slot_attention
+from tpu_tgi_server.model.attention import WHOLE_ROW, DecodeStep, PrefillStep, prompts_of_row, running, slot_attention
 from tpu_tgi_server.model.cache import Places, StaticCacheXla, heads_a_row
+from tpu_tgi_server.model.grouped_attention import attend, attend_by_products, attend_fused
 
 NUM_SLOTS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, MAX_LEN = 3, 2, 6, 8, 16
 
@@ -41,37 +44,6 @@ def causal_mask(num_tokens: int, window: int | None) -> Tensor:
     return mask if window is None else mask & (distance < window)
 
 
-@pytest.mark.parametrize("scaling", [HEAD_SIZE**-0.5, 0.3])
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_attend_equals_torch_with_grouped_heads(num_rows: int, scaling: float) -> None:
-    query = heads(NUM_HEADS, 5, num_rows)
-    keys, values = heads(NUM_KV_HEADS, 5, num_rows), heads(NUM_KV_HEADS, 5, num_rows)
-    mask = causal_mask(5, None)
-    torch.testing.assert_close(
-        attend(query, keys, values, keys.shape[1], mask, scaling, None), peer(query, keys, values, mask, scaling)
-    )
-
-
-def test_attend_caps_scores_as_written_out_by_hand() -> None:
-    query, keys, values = heads(NUM_HEADS, 5), heads(NUM_KV_HEADS, 5), heads(NUM_KV_HEADS, 5)
-    mask = causal_mask(5, None)
-    repeated_keys, repeated_values = (tensor.repeat_interleave(3, dim=1) for tensor in (keys, values))
-    scores = 2.0 * torch.tanh(query @ repeated_keys.mT * 0.9 / 2.0)
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
-    expected = (weights @ repeated_values).transpose(1, 2)
-    torch.testing.assert_close(attend(query, keys, values, keys.shape[1], mask, 0.9, 2.0), expected)
-
-
-def test_attend_accumulates_in_float32() -> None:
-    query, keys, values = heads(NUM_HEADS, 4), heads(NUM_KV_HEADS, 4), heads(NUM_KV_HEADS, 4)
-    query, keys, values = query.bfloat16(), keys.bfloat16(), values.bfloat16()
-    mask = causal_mask(4, None)
-    exact = peer(query.float(), keys.float(), values.float(), mask, 0.3)
-    output = attend(query, keys, values, keys.shape[1], mask, 0.3, None)
-    assert output.dtype is torch.bfloat16
-    torch.testing.assert_close(output, exact.bfloat16(), rtol=0, atol=0)
-
-
 class Layer(torch.nn.Module):
     layer_idx = 0
 
@@ -89,21 +61,29 @@ def run(
         return slot_attention(Layer(), query, keys, values, None, sliding_window=window)[0]
 
 
-def prefill_step(cache: StaticCacheXla, *prompts: tuple[int, int]) -> PrefillStep:
+def prefill_step(cache: StaticCacheXla, *prompts: tuple[int, int], parts: Sequence[slice] = WHOLE_ROW) -> PrefillStep:
     """Prompts given by slot and length, packed in a row."""
     segments = [number for number, (_, length) in enumerate(prompts) for _ in range(length)]
     positions = [position for _, length in prompts for position in range(length)]
     slots = [slot for slot, length in prompts for _ in range(length)]
-    return PrefillStep(cache, int32(*segments), int32(*positions), Places(int32(*slots), int32(*positions)))
+    return PrefillStep(cache, int32(*segments), int32(*positions), Places(int32(*slots), int32(*positions)), parts)
 
 
-def test_packed_prompts_do_not_see_each_other(window: int | None) -> None:
+@pytest.mark.parametrize("parts", [WHOLE_ROW, (slice(0, 4), slice(4, 9))], ids=["whole", "in parts"])
+def test_packed_prompts_do_not_see_each_other(window: int | None, parts: Sequence[slice]) -> None:
     query, keys, values = heads(NUM_HEADS, 9), heads(NUM_KV_HEADS, 9), heads(NUM_KV_HEADS, 9)
-    output = run(query, keys, values, prefill_step(new_cache(), (2, 4), (0, 5)), window)
+    output = run(query, keys, values, prefill_step(new_cache(), (2, 4), (0, 5), parts=parts), window)
     for part in (slice(0, 4), slice(4, 9)):
         mask = causal_mask(part.stop - part.start, window)
         expected = peer(query[:, :, part], keys[:, :, part], values[:, :, part], mask, HEAD_SIZE**-0.5)
         torch.testing.assert_close(output[:, part], expected)
+
+
+def test_long_rows_are_cut_into_their_prompts_and_short_ones_stay_whole() -> None:
+    lengths = [100, 30, 70]
+    segments = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor(lengths))
+    assert list(prompts_of_row(segments)) == [slice(0, 100), slice(100, 130), slice(130, 200)]
+    assert prompts_of_row(segments[80:120]) == WHOLE_ROW
 
 
 def test_decode_continues_each_slot_at_its_own_length(window: int | None) -> None:
@@ -140,33 +120,25 @@ def test_cache_writes_only_the_cells_that_are_named() -> None:
         assert bool((tensor == 1e4).all())
 
 
-@pytest.mark.parametrize("overflow", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_overflow_stay_with_their_own_request(overflow: float) -> None:
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "products"])
+@pytest.mark.parametrize("overflow", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_numbers_that_overflow_stay_with_their_own_request(overflow: float, is_fused: bool) -> None:
+    def attend(query: Tensor, step: PrefillStep | DecodeStep, keys: Tensor, values: Tensor) -> Tensor:
+        seen, visible = step.store(0, keys, values), step.visible(0, None)
+        if is_fused:
+            return attend_fused(query, *seen, visible, 1.0)
+        return attend_by_products(query, *seen, NUM_KV_HEADS, visible, 1.0, None)
+
     cache = new_cache()
-    step = prefill_step(cache, (0, 4), (1, 4))
     query, keys, values = heads(NUM_HEADS, 8), heads(NUM_KV_HEADS, 8), heads(NUM_KV_HEADS, 8)
     keys[:, :, :4] = values[:, :, :4] = overflow
-    output = attend(query, *step.store(0, keys, values), NUM_KV_HEADS, step.visible(0, None), 1.0, None)
+    output = attend(query, prefill_step(cache, (0, 4), (1, 4)), keys, values)
     assert output[:, 4:].isfinite().all(), "the neighbour in the same prefill"
 
     step_after = DecodeStep(cache, Places(int32(*range(NUM_SLOTS)), int32(0, 0, 0)), context_len=MAX_LEN)
     query, keys, values = (heads(count, 1, NUM_SLOTS) for count in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
-    output = attend(query, *step_after.store(0, keys, values), NUM_KV_HEADS, step_after.visible(0, None), 1.0, None)
+    output = attend(query, step_after, keys, values)
     assert output.isfinite().all(), "the next request in the slot"
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_heads_side_by_side_in_the_cache_change_no_result(num_tokens: int, softcap: float | None) -> None:
-    query = heads(NUM_HEADS, num_tokens, num_rows=2)
-    keys, values = heads(NUM_KV_HEADS, 7, num_rows=2), heads(NUM_KV_HEADS, 7, num_rows=2)
-    row_keys, row_values = (tensor.transpose(1, 2).reshape(2, 1, 7, -1) for tensor in (keys, values))
-    mask = torch.rand(2, 1, 1, num_tokens, 7) < 0.8
-    mask[..., 0] = True
-    torch.testing.assert_close(
-        attend(query, row_keys, row_values, NUM_KV_HEADS, mask, 0.3, softcap),
-        attend(query, keys, values, NUM_KV_HEADS, mask, 0.3, softcap),
-    )
 
 
 def test_cache_writes_heads_side_by_side() -> None:
@@ -187,7 +159,7 @@ def test_heads_that_do_not_fill_their_last_row_change_no_result() -> None:
     for position, (keys, values) in enumerate(cells):
         cache.write(0, Places(slots, torch.full_like(slots, position)), keys, values)
     query = heads(6, 1, NUM_SLOTS)
-    mask = torch.rand(NUM_SLOTS, 1, 1, 1, MAX_LEN) < 0.8
+    mask = torch.rand(NUM_SLOTS, 1, MAX_LEN) < 0.8
     mask[..., 0] = True
     keys, values = (torch.stack(tensors, dim=2) for tensors in zip(*cells, strict=True))
     torch.testing.assert_close(

@@ -57,7 +57,7 @@ class CacheSizes:
 
 @dataclass
 class Places:
-    """Owns where one step writes, and the cells for it, found once for all layers of one length.
+    """Owns where one step writes, and the index for it, made once for all layers of one length.
 
     Attributes:
         slots: int32 [N], the slot of each of N tokens.
@@ -66,13 +66,22 @@ class Places:
 
     slots: Tensor
     positions: Tensor
-    cells: dict[int, Tensor] = field(default_factory=dict)
+    indexes: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def cells_of(self, ring_len: int) -> Tensor:
-        """int32 [N], in layers with so many cells a slot."""
-        if ring_len not in self.cells:
-            self.cells[ring_len] = ring_cells(self.positions, ring_len)
-        return self.cells[ring_len]
+    def index(self, rows: Tensor, ring_len: int) -> tuple[Tensor, ...]:
+        """Slot, row of heads and cell, each to be broadcast to [N, K / P], in layers with so many cells a slot.
+
+        Args:
+            rows: int32 [1, K / P], the rows of heads.
+            ring_len: R.
+        """
+        if ring_len not in self.indexes:
+            index: tuple[Tensor, ...] = (self.slots[:, None], rows, ring_cells(self.positions, ring_len)[:, None])
+            if rows.device.type == "cpu":  # torch would make the same of it in every write
+                broadcast = torch.broadcast_tensors(*index)  # type: ignore[no-untyped-call]
+                index = tuple(part.long().contiguous() for part in broadcast)
+            self.indexes[ring_len] = index
+        return self.indexes[ring_len]
 
 
 class StaticCacheXla:
@@ -108,7 +117,7 @@ class StaticCacheXla:
             keys: [N, K, D].
             values: [N, K, D].
         """
-        index = (places.slots[:, None], self._rows, places.cells_of(self.ring_len(layer))[:, None])
+        index = places.index(self._rows, self.ring_len(layer))
         for tensor, cells in ((self.keys[layer], keys), (self.values[layer], values)):
             filled = fill_rows(cells, tensor.shape[3] // cells.shape[2])
             tensor.index_put_(index, filled.reshape(cells.shape[0], tensor.shape[1], tensor.shape[3]))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, Step, running
+from tpu_tgi_server.model.attention import DecodeStep, PrefillStep, Step, prompts_of_row, running
 from tpu_tgi_server.model.cache import Places, StaticCacheXla
 from tpu_tgi_server.model.chunk_attention import ChunkStep
 from tpu_tgi_server.model.packing import CHOICE_FIELDS, ChunkTensors, unpack_chunks, unpack_sampler
@@ -116,7 +116,8 @@ class DeviceSteps:
         places = Places(chunks.slots, chunks.cells)
         step: Step
         if context_len is None:
-            step = PrefillStep(self._cache, chunks.segments, chunks.positions, places)
+            parts = prompts_of_row(chunks.segments)
+            step = PrefillStep(self._cache, chunks.segments, chunks.positions, places, parts)
         else:
             step = ChunkStep(self._cache, chunks.positions, places, context_len)
         with running(step):
