@@ -1,11 +1,15 @@
 """Weights of one byte: how they are rounded, and that a model served with them answers as the rounded weights say."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.servers import ROOT
 from tpu_tgi_server.config import Quantize
 from tpu_tgi_server.model.files import ModelFiles
 from tpu_tgi_server.model.int8 import Int8Linear, quantize
@@ -63,3 +67,11 @@ def test_bias_is_kept() -> None:
     layer.weight.fill_(2)
     layer.scale.data.fill_(0.5)
     torch.testing.assert_close(layer(torch.ones(1, 4)), 4 + bias[None])
+
+
+@pytest.mark.demo
+def test_best_tokens_of_the_demo_model_are_those_of_bfloat16() -> None:
+    command = [sys.executable, str(ROOT / "scripts/int8_agreement.py"), str(ROOT / ".cache/SmolLM2-135M-Instruct")]
+    report = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert report["num_tokens"] >= 2000
+    assert report["int8_top1_agreement"] >= 0.95
