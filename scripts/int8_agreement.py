@@ -1,4 +1,4 @@
-"""How often a model with int8 weights takes the same best token as in bfloat16, over text that it has written itself.
+"""How often a model with int8 weights takes the same best token as in bfloat16, over answers that it has written.
 
     python scripts/int8_agreement.py MODEL_FOLDER
 
@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tpu_tgi_server.model.int8 import Int8Linear, quantize, replace_linears
 from tpu_tgi_server.runtime.cpu_linear import speed_up_linear
 
-TOPICS = ("the sea", "a small town", "how bread is made", "the moon", "a lost dog", "trains", "music", "an old tree")
-NUM_TEXTS_A_TOPIC = 4
+TASKS = ("Tell a story about", "Explain in simple words", "Write a poem about", "List some facts about")
+TOPICS = ("the sea", "small towns", "bread", "the moon", "lost dogs", "trains", "music", "old trees")
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What the authors of SmolLM2 recommend."""
 NUM_NEW_TOKENS = 64
 TEXTS_AT_A_TIME = 8
 
@@ -27,27 +29,25 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def write_texts(folder: Path) -> torch.Tensor:
-    """int64 [N, prompt + NUM_NEW_TOKENS], sampled, so that no text repeats itself; in float32, for speed."""
+def write_answers(folder: Path) -> torch.Tensor:
+    """int64 [N, prompt + NUM_NEW_TOKENS], questions and their answers; written in float32, which is faster here."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    prompts = [f"This is a story about {topic}." for topic in TOPICS for _ in range(NUM_TEXTS_A_TOPIC)]
-    texts: torch.Tensor = load(folder, torch.float32).generate(
-        **tokenizer(prompts, return_tensors="pt", padding=True),
-        max_new_tokens=NUM_NEW_TOKENS,
-        min_new_tokens=NUM_NEW_TOKENS,
-        do_sample=True,
-        temperature=0.8,
+    questions = [[{"role": "user", "content": f"{task} {topic}."}] for task in TASKS for topic in TOPICS]
+    prompts = tokenizer.apply_chat_template(
+        questions, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    return texts
+    answers: torch.Tensor = load(folder, torch.float32).generate(
+        **prompts, **SAMPLING, max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS
+    )
+    return answers
 
 
 @torch.inference_mode()
 def best_tokens(model: Any, texts: torch.Tensor) -> torch.Tensor:
     """int64 [N, NUM_NEW_TOKENS] for N texts, the best next token at each position of the written part."""
-    best = [
-        model(part).logits[:, -NUM_NEW_TOKENS - 1 : -1].argmax(dim=-1) for part in torch.split(texts, TEXTS_AT_A_TIME)
-    ]
+    parts = torch.split(texts, TEXTS_AT_A_TIME)
+    best = [model(part, logits_to_keep=NUM_NEW_TOKENS + 1).logits[:, :-1].argmax(dim=-1) for part in parts]
     return torch.cat(best)
 
 
@@ -62,7 +62,7 @@ def round_weights(model: Any) -> None:
 
 def agreement(folder: Path) -> float:
     """The share of positions at which both take the same token."""
-    texts = write_texts(folder)
+    texts = write_answers(folder)
     exact = load(folder, torch.bfloat16)
     speed_up_linear(exact)
     best = best_tokens(exact, texts)
@@ -73,7 +73,7 @@ def agreement(folder: Path) -> float:
 
 def main(folder: str) -> None:
     share = agreement(Path(folder))
-    num_tokens = len(TOPICS) * NUM_TEXTS_A_TOPIC * NUM_NEW_TOKENS
+    num_tokens = len(TASKS) * len(TOPICS) * NUM_NEW_TOKENS
     print(json.dumps({"int8_top1_agreement": round(share, 4), "num_tokens": num_tokens}))
 
 

@@ -15,6 +15,7 @@ class Int8Linear(nn.Module):
     """Owns the int8 weight [out, in] and the factors [out] of what was an `nn.Linear`.
 
     The weight is converted inside the matrix product, whose result is scaled: XLA reads one byte a weight for that.
+    On a plain processor the product is float32, as many have no instructions for anything less.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -27,7 +28,8 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs = ((inputs @ self.weight.to(inputs.dtype).T) * self.scale).to(inputs.dtype)
+        dtype = torch.float32 if inputs.device.type == "cpu" else inputs.dtype
+        outputs = ((inputs.to(dtype) @ self.weight.to(dtype).T) * self.scale).to(inputs.dtype)
         return outputs if self.bias is None else outputs + self.bias
 
 
