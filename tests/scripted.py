@@ -116,8 +116,8 @@ class ScriptedModel:
             self._cells[chunk.slot] = [*cells[: chunk.start], *chunk.token_ids]
             self._prompts[chunk.slot] = tuple(self._cells[chunk.slot])
         else:
-            assert 0 <= chunk.scratch_cell < self._max_total_tokens
-            del cells[chunk.scratch_cell :]
+            assert 0 <= chunk.scratch_position < self._max_total_tokens
+            del cells[chunk.scratch_position :]
 
     def _step(self, slot: int, token_id: int, slot_len: int, max_slot_len: int) -> int | None:
         """The next token of a slot; None where the result may not be used."""

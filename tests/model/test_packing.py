@@ -25,7 +25,7 @@ def chunks(draw: st.DrawFn) -> list[PromptChunk]:
             start=draw(st.sampled_from([0, 0, 3, 9])),
             next_id=draw(st.integers(0, 99)),
             is_kept=draw(st.booleans()),
-            scratch_cell=draw(st.integers(0, MAX_TOTAL_TOKENS - 2)),
+            scratch_position=draw(st.integers(0, MAX_TOTAL_TOKENS - 2)),
         )
         for slot in slots
     ]
@@ -40,26 +40,26 @@ def test_every_token_is_in_its_prompts_place_and_padding_in_scratch(
     assert packed.dtype == np.int32
     assert packed.shape == (6 * num_tokens + 2 * NUM_SLOTS,)
     row = unpack_chunks(torch.from_numpy(packed), NUM_SLOTS)
-    fields = (row.token_ids, row.next_ids, row.segments, row.positions, row.slots, row.cells)
+    fields = (row.token_ids, row.next_ids, row.segments, row.positions, row.slots, row.write_positions)
     columns = torch.stack(fields).T.tolist()
     begin = 0
     for segment, chunk in enumerate(packed_chunks):
         end = begin + len(chunk.token_ids)
         positions = range(chunk.start, chunk.end)
-        cells = positions if chunk.is_kept else [chunk.scratch_cell] * len(chunk.token_ids)
+        places = positions if chunk.is_kept else [chunk.scratch_position] * len(chunk.token_ids)
         next_ids = [*chunk.token_ids[1:], chunk.next_id]
         assert columns[begin:end] == [
-            [token, next_id, segment, position, chunk.slot, cell]
-            for token, next_id, position, cell in zip(chunk.token_ids, next_ids, positions, cells, strict=True)
+            [token, next_id, segment, position, chunk.slot, place]
+            for token, next_id, position, place in zip(chunk.token_ids, next_ids, positions, places, strict=True)
         ]
         assert row.last_indexes[chunk.slot] == end - 1
         assert row.is_begun[chunk.slot] == (chunk.is_kept and chunk.start == 0)
         begin = end
     last = packed_chunks[-1]
-    scratch = last.end if last.is_kept else last.scratch_cell
-    for _, _, segment, _, slot, cell in columns[begin:]:
+    scratch = last.end if last.is_kept else last.scratch_position
+    for _, _, segment, _, slot, place in columns[begin:]:
         assert segment == len(packed_chunks), "padding is seen by a prompt"
-        assert (slot, cell) == (last.slot, scratch)
+        assert (slot, place) == (last.slot, scratch)
     for slot in set(range(NUM_SLOTS)) - {chunk.slot for chunk in packed_chunks}:
         assert row.last_indexes[slot] == row.is_begun[slot] == 0
 

@@ -154,7 +154,7 @@ class Generator:
         """Answer a liveness probe with one token of the model, in the scratch cell of whatever slot is there."""
         sequence.max_new_tokens = 1
         prompt_ids = sequence.prompt_ids[-self._model.max_prefill_tokens :]  # one row, as what it says does not matter
-        chunk = PromptChunk(0, prompt_ids, is_kept=False, scratch_cell=int(self._slots.slot_lens[0]))
+        chunk = PromptChunk(0, prompt_ids, is_kept=False, scratch_position=int(self._slots.slot_lens[0]))
         with self._clock.forward():
             chosen = self._model.prefill([chunk], None)
         return sequence.append([chosen], chunk.slot)

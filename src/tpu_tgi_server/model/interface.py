@@ -19,7 +19,7 @@ class PromptChunk:
     """A prompt to prefill, or the next part of a long one.
 
     Its keys and values go to `slot`, from position `start` on. With `is_kept` False they all go to the one position
-    `scratch_cell`, which nobody reads: that is how a prompt is answered while its slot belongs to another request.
+    `scratch_position`, which nobody reads: that is how a prompt is answered while its slot belongs to another request.
 
     Attributes:
         next_id: the prompt's token after this chunk, whose log-probability the chunk's last token predicts; 0 if none.
@@ -30,7 +30,7 @@ class PromptChunk:
     start: int = 0
     next_id: int = 0
     is_kept: bool = True
-    scratch_cell: int = 0
+    scratch_position: int = 0
 
     @property
     def end(self) -> int:

@@ -33,11 +33,11 @@ def pack_chunks(chunks: Sequence[PromptChunk], num_tokens: int, num_slots: int) 
 
     Returns:
         int32 [6 * num_tokens + 2 * num_slots], see `unpack_chunks`. Padding is a segment of its own and goes to the
-        scratch cell of the last chunk's slot.
+        scratch position of the last chunk's slot.
     """
     of_tokens = np.zeros((NUM_TOKEN_FIELDS, num_tokens), np.int32)
     of_slots = np.zeros((NUM_SLOT_FIELDS, num_slots), np.int32)
-    token_ids, next_ids, segments, positions, slots, cells = of_tokens
+    token_ids, next_ids, segments, positions, slots, write_positions = of_tokens
     last_indexes, is_begun = of_slots
     end = 0
     for segment, chunk in enumerate(chunks):
@@ -47,13 +47,13 @@ def pack_chunks(chunks: Sequence[PromptChunk], num_tokens: int, num_slots: int) 
         segments[begin:end] = segment
         positions[begin:end] = np.arange(chunk.start, chunk.end)
         slots[begin:end] = chunk.slot
-        cells[begin:end] = positions[begin:end] if chunk.is_kept else chunk.scratch_cell
+        write_positions[begin:end] = positions[begin:end] if chunk.is_kept else chunk.scratch_position
         last_indexes[chunk.slot] = end - 1
         is_begun[chunk.slot] = chunk.is_kept and chunk.start == 0
     last = chunks[-1]
     segments[end:] = len(chunks)
     slots[end:] = last.slot
-    cells[end:] = last.end if last.is_kept else last.scratch_cell
+    write_positions[end:] = last.end if last.is_kept else last.scratch_position
     return np.concatenate([of_tokens.reshape(-1), of_slots.reshape(-1)])
 
 
@@ -65,7 +65,7 @@ class ChunkTensors:
         token_ids, next_ids: [T], the prompt's tokens, and the token that comes after each.
         segments: [T], which chunk a token belongs to.
         positions: [T], the token's position in its prompt.
-        slots, cells: [T], where its keys and values go: a slot, and a position there.
+        slots, write_positions: [T], where its keys and values go: a slot, and a position there.
         last_indexes: [B], for each slot the index of its chunk's last token; 0 for slots without a chunk.
         is_begun: [B], 1 for slots whose prompt begins in this row.
     """
@@ -75,7 +75,7 @@ class ChunkTensors:
     segments: Tensor
     positions: Tensor
     slots: Tensor
-    cells: Tensor
+    write_positions: Tensor
     last_indexes: Tensor
     is_begun: Tensor
 

@@ -113,7 +113,7 @@ class DeviceSteps:
 
     def _prompt_logits(self, chunks: ChunkTensors, context_len: int | None, logits_to_keep: Tensor | int) -> Tensor:
         """[1, N, V] for a packed row."""
-        places = Places(chunks.slots, chunks.cells)
+        places = Places(chunks.slots, chunks.write_positions)
         step: Step
         if context_len is None:
             parts = prompts_of_row(chunks.segments)
@@ -140,7 +140,7 @@ class DeviceSteps:
 
     def _count_prompts(self, chunks: ChunkTensors, is_stepped: Tensor) -> None:
         """Start the counts of the slots whose prompt begins, go on with those of the others that are stepped."""
-        is_real = chunks.cells == chunks.positions  # padding, and a prompt that is not kept, go to another cell
+        is_real = chunks.write_positions == chunks.positions  # padding, and a prompt that is not kept, go elsewhere
         is_begun = (chunks.is_begun > 0) & is_stepped
         self._counts.copy_(torch.where(is_begun[:, None], 0, self._counts))
         is_counted = is_real & is_stepped[chunks.slots]

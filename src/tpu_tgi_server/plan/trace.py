@@ -113,7 +113,7 @@ def main() -> int:
     request = TraceRequest(**json.load(sys.stdin))
     try:
         traced = trace(request)
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 1
     print(json.dumps(asdict(traced)), flush=True)
