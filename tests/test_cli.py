@@ -42,7 +42,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
     ("arguments", "complaint"),
     [
         (["--max-batch-size", "0"], "--max-batch-size must be at least 1"),
-        (["--logger-level", "LOUD"], "LOUD"),
+        (["--logger-level", "LOUD"], "--logger-level must be TRACE"),
         (["--device", "gpu"], "gpu"),
         (["--uds-path", "/" + "x" * 200], "--uds-path is too long"),
     ],

@@ -119,10 +119,10 @@ class Settings:
             if not 0 < seconds <= MAX_TIMEOUT_S:
                 raise ValueError(f"{flag} must be more than 0 seconds and at most {MAX_TIMEOUT_S:.0f}")
         if not 0 < self.watermark_gamma < 1:
-            raise ValueError("WATERMARK_GAMMA must be more than 0 and less than 1")
+            raise ValueError("--watermark-gamma or WATERMARK_GAMMA must be more than 0 and less than 1")
         if not abs(self.watermark_delta) <= MAX_WATERMARK_DELTA:
             largest = f"{MAX_WATERMARK_DELTA:g}"
-            raise ValueError(f"WATERMARK_DELTA must be a number from -{largest} to {largest}")
+            raise ValueError(f"--watermark-delta or WATERMARK_DELTA must be a number from -{largest} to {largest}")
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"--uds-path is too long: a socket path has at most {MAX_SOCKET_PATH_BYTES} bytes")
 

@@ -42,9 +42,11 @@ def configure_logging(level: str, json_output: bool) -> None:
     Raises:
         ValueError: `level` is not a level.
     """
+    name = level.upper()
+    if name not in (*LEVELS, *_LOGGER_LEVELS, "OFF"):
+        raise ValueError(f"--logger-level must be TRACE, DEBUG, INFO, WARN, WARNING, ERROR or OFF, not {level!r}")
     _hold_standard_streams()
     logger.remove()
-    name = level.upper()
     minimum: str | int = _OFF if name == "OFF" else _LOGGER_LEVELS.get(name, name)
     logger.add(
         _write_json if json_output else _write_text,

@@ -47,7 +47,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     for name, (smallest, largest) in SAMPLING_RANGES.items():
         value: float = getattr(request.sampling, name)
         if not isfinite(value) or not smallest <= value <= largest:
-            raise refused(request, f"{name} must be a finite number from {smallest:g} to {largest:g}, not {value:g}")
+            raise refused(request, f"{name} must be {_range_in_words(smallest, largest)}, not {value:g}")
     if vocab_size > MAX_TOP_TOKENS < request.top_n_tokens:
         raise refused(request, f"top_n_tokens must be at most {MAX_TOP_TOKENS}")
     if request.sampling.grammar and request.sampling.grammar_type is GrammarType.NONE:
@@ -102,6 +102,12 @@ def check_vocabulary(request: Request, prompt_ids: Collection[int], vocab_size: 
 def refused(request: Request, reason: str) -> EngineError:
     """A refusal that says which request it is about."""
     return _invalid(f"request {request.id}: {reason}")
+
+
+def _range_in_words(smallest: float, largest: float) -> str:
+    if isfinite(largest):
+        return f"a number from {smallest:g} to {largest:g}"
+    return f"a finite number, {smallest:g} or more" if isfinite(smallest) else "a finite number"
 
 
 def _invalid(message: str) -> EngineError:

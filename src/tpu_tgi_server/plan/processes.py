@@ -25,7 +25,7 @@ LOCKED = "libtpu multi-process lockfile"
 MAX_WAIT_S = 600.0
 SECONDS_BETWEEN_TRIES = 2.0
 
-NO_COMPILER = "compiling for a TPU needs libtpu and jax: pip install 'tpu-tgi-server[plan]'"
+NO_COMPILER = "compiling for a TPU needs libtpu and jax: pip install '.[plan]' in a clone of tpu-tgi-server"
 
 
 class PlanError(Exception):
