@@ -62,6 +62,20 @@ def test_grouped_heads_equal_repeated_ones(
     )
 
 
+@both_ways
+def test_whole_blocks_of_cells_may_be_hidden(attend_in_one_way: Attend) -> None:
+    """Torch goes through cells in blocks of 512, in the first of which these queries see nothing."""
+    query = heads(NUM_HEADS, 3)
+    keys, values = heads(NUM_KV_HEADS, 1100), heads(NUM_KV_HEADS, 1100)
+    keys[:, :, :600], values[:, :, :600] = 1e18, -1e18
+    visible = torch.zeros(1, 3, 1100, dtype=torch.bool)
+    for token, first in enumerate((600, 1024, 1099)):
+        visible[:, token, first:] = True
+    torch.testing.assert_close(
+        attend_in_one_way(query, keys, values, visible, 0.3), by_hand(query, keys, values, visible, 0.3, None)
+    )
+
+
 def test_scores_are_capped() -> None:
     query, keys, values = heads(NUM_HEADS, 5), heads(NUM_KV_HEADS, 5), heads(NUM_KV_HEADS, 5)
     visible = some_visible(1, 5, 5)

@@ -1,6 +1,7 @@
 """Weights of one byte: how they are rounded, and that a model served with them answers as the rounded weights say."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,25 @@ def test_bias_is_kept() -> None:
     layer.weight.fill_(2)
     layer.scale.data.fill_(0.5)
     torch.testing.assert_close(layer(torch.ones(1, 4)), 4 + bias[None])
+
+
+LARGE_PRODUCT = """
+import torch, torch_xla
+from torch import nn
+from tpu_tgi_server.model.int8 import Int8Linear, quantize
+linear = nn.Linear(2, 1, bias=False)
+layer = Int8Linear(linear)
+layer.weight.data, layer.scale.data = quantize(torch.tensor([[0.25, 0.25]]))
+inputs = torch.tensor([[1000.0, 600.0]], dtype=torch.float16)
+print(layer.to("xla")(inputs.to("xla")).item())
+"""
+
+
+def test_products_that_are_too_large_for_float16_before_they_are_scaled_are_right_on_a_device() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PJRT_DEVICE": "CPU"}
+    command = [sys.executable, "-c", LARGE_PRODUCT]
+    output = subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
+    assert float(output) == pytest.approx(400, rel=1e-3)
 
 
 @pytest.mark.demo

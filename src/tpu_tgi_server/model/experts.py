@@ -8,6 +8,7 @@ more arithmetic, but each weight is read once. In a decode step most experts hav
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
@@ -34,7 +35,9 @@ def run_all_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     routing = weights.new_zeros(hidden.shape[0], module.gate_up_proj.shape[0]).scatter(1, chosen, weights)
     inner = module._apply_gate(hidden @ module.gate_up_proj.transpose(1, 2))
     outer = inner @ module.down_proj.transpose(1, 2)
-    output: Tensor = (outer * routing.T[:, :, None]).sum(dim=0)
+    shares = routing.T[:, :, None]
+    # an expert that was not chosen may overflow, as it has not learnt from such tokens
+    output: Tensor = torch.where(shares == 0, 0.0, outer * shares).sum(dim=0)
     return output.to(hidden.dtype)
 
 

@@ -15,7 +15,8 @@ class Int8Linear(nn.Module):
     """Owns the int8 weight [out, in] and the factors [out] of what was an `nn.Linear`.
 
     The weight is converted inside the matrix product, whose result is scaled: XLA reads one byte a weight for that.
-    On a plain processor the product is float32, as many have no instructions for anything less.
+    The product is bfloat16 on a device, for a model that is, and float32 otherwise: before it is scaled it may be
+    hundreds of times larger than float16 reaches, and many plain processors have no instructions for bfloat16.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -28,7 +29,8 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        dtype = torch.float32 if inputs.device.type == "cpu" else inputs.dtype
+        is_bfloat16 = inputs.dtype is torch.bfloat16 and inputs.device.type != "cpu"
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         outputs = ((inputs.to(dtype) @ self.weight.to(dtype).T) * self.scale).to(inputs.dtype)
         return outputs if self.bias is None else outputs + self.bias
 
