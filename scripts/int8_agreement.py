@@ -29,8 +29,8 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def write_answers(folder: Path) -> torch.Tensor:
-    """int64 [N, prompt + NUM_NEW_TOKENS], questions and their answers; written in float32, which is faster here."""
+def write_answers(folder: Path) -> dict[str, torch.Tensor]:
+    """A model's input [N, prompt + NUM_NEW_TOKENS]: questions, and answers that are written in float32, for speed."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     questions = [[{"role": "user", "content": f"{task} {topic}."}] for task in TASKS for topic in TOPICS]
@@ -40,14 +40,17 @@ def write_answers(folder: Path) -> torch.Tensor:
     answers: torch.Tensor = load(folder, torch.float32).generate(
         **prompts, **SAMPLING, max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS
     )
-    return answers
+    written = torch.ones_like(answers[:, -NUM_NEW_TOKENS:])
+    return {"input_ids": answers, "attention_mask": torch.cat([prompts["attention_mask"], written], dim=1)}
 
 
 @torch.inference_mode()
-def best_tokens(model: Any, texts: torch.Tensor) -> torch.Tensor:
-    """int64 [N, NUM_NEW_TOKENS] for N texts, the best next token at each position of the written part."""
-    parts = torch.split(texts, TEXTS_AT_A_TIME)
-    best = [model(part, logits_to_keep=NUM_NEW_TOKENS + 1).logits[:, :-1].argmax(dim=-1) for part in parts]
+def best_tokens(model: Any, texts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """int64 [N, NUM_NEW_TOKENS] for N texts, the best next token at each position of the answers."""
+    best = []
+    for begin in range(0, len(texts["input_ids"]), TEXTS_AT_A_TIME):
+        part = {name: tensor[begin : begin + TEXTS_AT_A_TIME] for name, tensor in texts.items()}
+        best.append(model(**part, logits_to_keep=NUM_NEW_TOKENS + 1).logits[:, :-1].argmax(dim=-1))
     return torch.cat(best)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.families import save_family
 from tests.servers import ROOT
 from tpu_tgi_server.config import Quantize
 from tpu_tgi_server.model.files import ModelFiles
@@ -59,6 +60,12 @@ def test_loaded_weights_are_the_rounded_ones_of_the_file(tiny_model_folder: Path
             weight, scale = quantize(exact.get_parameter(f"{name}.weight"))
             assert torch.equal(module.weight, weight)
             assert torch.equal(module.scale, scale)
+
+
+def test_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    save_family("gpt-2", tmp_path / "model")
+    with pytest.raises(ValueError, match="--quantize int8 does nothing"):
+        int8_model(tmp_path / "model")
 
 
 def test_bias_is_kept() -> None:

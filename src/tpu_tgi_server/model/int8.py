@@ -36,11 +36,18 @@ class Int8Linear(nn.Module):
 
 
 def replace_linears(model: Any) -> None:
-    """Turn every linear layer but the head into an `Int8Linear`. The model has no weights yet."""
+    """Turn every linear layer but the head into an `Int8Linear`. The model has no weights yet.
+
+    Raises:
+        ValueError: there is none, as in GPT-2, whose layers are of transformers' own `Conv1D`.
+    """
     head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head:
-            model.set_submodule(name, Int8Linear(module))
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    names = [name for name, module in linears.items() if module is not head]
+    if not names:
+        raise ValueError("--quantize int8 does nothing for this model: it has no linear layers besides its head")
+    for name in names:
+        model.set_submodule(name, Int8Linear(linears[name]))
 
 
 def quantize_parameter(model: Any, name: str, value: Tensor) -> dict[str, Tensor]:
