@@ -61,6 +61,8 @@ LONG_ROPE = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("llama", {"num_key_value_heads": 4}),
+    # two heads a row of the cache on one core and on each of two, and one on each of four
+    "llama with heads of 64": ("llama", {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "llama-3": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": WINDOW}),

@@ -184,3 +184,12 @@ def test_heads_that_do_not_fill_their_last_row_change_no_result() -> None:
 )
 def test_heads_share_a_row_only_where_that_fills_lanes(num_heads: int, head_size: int, expected: int) -> None:
     assert heads_a_row(num_heads, head_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_cores", "expected"), [(8, 4, 2), (8, 8, 1), (3, 3, 1), (6, 2, 1), (4, 2, 2)]
+)
+def test_cores_share_heads_a_row_only_where_each_gets_as_many_full_rows(
+    num_heads: int, num_cores: int, expected: int
+) -> None:
+    assert heads_a_row(num_heads, 64, num_cores) == expected

@@ -21,13 +21,15 @@ from tpu_tgi_server.model.ring import ring_cells
 NUM_LANES = 128
 
 
-def heads_a_row(num_heads: int, head_size: int) -> int:
+def heads_a_row(num_heads: int, head_size: int, num_cores: int = 1) -> int:
     """P, the fewest heads that fill whole lanes.
 
     Where P does not divide the heads, the last row is partly empty. P is 1 if that takes more memory than rows of one
-    head each, of which lanes stay empty.
+    head each, of which lanes stay empty, and where the cores would not have as many full rows each.
     """
     num_side_by_side = NUM_LANES // gcd(head_size, NUM_LANES)
+    if num_cores > 1 and num_heads % (num_side_by_side * num_cores):
+        return 1
     size_of_rows = -(-num_heads // num_side_by_side) * num_side_by_side * head_size
     size_alone = num_heads * -(-head_size // NUM_LANES) * NUM_LANES
     return num_side_by_side if size_of_rows <= size_alone else 1

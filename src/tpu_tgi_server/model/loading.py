@@ -123,8 +123,7 @@ def allocate_cache(
     """
     num_heads, head_size = layers[0].num_heads, layers[0].key_size
     ring_lens = [ring_len(layer.window, sizes.max_step_tokens, sizes.max_slot_len) for layer in layers]
-    is_one_core = runtime.is_compiled and runtime.num_cores == 1  # several share the heads, so each has its own row
-    num_side_by_side = heads_a_row(num_heads, head_size) if is_one_core else 1
+    num_side_by_side = heads_a_row(num_heads, head_size, runtime.num_cores) if runtime.is_compiled else 1
     num_rows, row_size = -(-num_heads // num_side_by_side), num_side_by_side * head_size
     slot_shape = (2, num_rows, sum(ring_lens), row_size)
     bytes_a_slot = bytes_a_core(slot_shape, dtype.itemsize, HEADS_AXIS, runtime.num_cores)
