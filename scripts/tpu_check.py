@@ -41,6 +41,7 @@ class Check:
 CHECKS = (
     Check(CONFIGS / "llama-3.2-1b", others=(REFERENCE, PREFILL)),  # Gemma's chunk has such layers too
     Check(CONFIGS / "llama-3.2-1b", num_cores=4, others=()),  # heads of 64, two to each core
+    Check(CONFIGS / "llama-3.2-1b", num_cores=8, others=()),  # and one
     Check(CONFIGS / "gemma-2-2b", max_total_tokens=8192),  # twice its window
     Check(CONFIGS / "llama-3-8b", num_cores=4, others=(PREFILL,)),
     Check(CONFIGS / "llama-3-8b", num_cores=8, others=()),

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tpu_tgi_server.model.attention import WHOLE_ROW, DecodeStep, PrefillStep, prompts_of_row, running, slot_attention
-from tpu_tgi_server.model.cache import Places, StaticCacheXla, heads_a_row
-from tpu_tgi_server.model.grouped_attention import attend, attend_by_products, attend_fused
+from tpu_tgi_server.model.cache import Places, StaticCacheXla
+from tpu_tgi_server.model.grouped_attention import attend_by_products, attend_fused
 
 NUM_SLOTS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, MAX_LEN = 3, 2, 6, 8, 16
 
@@ -148,48 +148,3 @@ def test_cache_writes_heads_side_by_side() -> None:
     cache.write(0, Places(int32(2), int32(5)), keys, values)
     torch.testing.assert_close(cache.keys[0][2, 0, 5], keys.reshape(-1))
     torch.testing.assert_close(cache.values[0][2, 0, 5], values.reshape(-1))
-
-
-def test_heads_that_do_not_fill_their_last_row_change_no_result() -> None:
-    """Three heads in two rows of two: what stands in the empty place is read, and makes no difference."""
-    shape = (NUM_SLOTS, 2, MAX_LEN, 2 * HEAD_SIZE)
-    cache = StaticCacheXla([torch.zeros(shape)], [torch.zeros(shape)], MAX_LEN)
-    slots = int32(*range(NUM_SLOTS))
-    cells = [(heads(3, 1, NUM_SLOTS)[:, :, 0], heads(3, 1, NUM_SLOTS)[:, :, 0]) for _ in range(MAX_LEN)]
-    for position, (keys, values) in enumerate(cells):
-        cache.write(0, Places(slots, torch.full_like(slots, position)), keys, values)
-    query = heads(6, 1, NUM_SLOTS)
-    mask = torch.rand(NUM_SLOTS, 1, MAX_LEN) < 0.8
-    mask[..., 0] = True
-    keys, values = (torch.stack(tensors, dim=2) for tensors in zip(*cells, strict=True))
-    torch.testing.assert_close(
-        attend(query, *cache.read(0, MAX_LEN), 3, mask, 0.3, None), attend(query, keys, values, 3, mask, 0.3, None)
-    )
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "head_size", "expected"),
-    [
-        (8, 64, 2),
-        (4, 256, 1),
-        (8, 128, 1),
-        (3, 64, 2),
-        (4, 96, 4),
-        (32, 80, 8),
-        (4, 80, 1),
-        (1, 64, 2),
-        (2, 16, 8),
-        (8, 16, 8),
-    ],
-)
-def test_heads_share_a_row_only_where_that_fills_lanes(num_heads: int, head_size: int, expected: int) -> None:
-    assert heads_a_row(num_heads, head_size) == expected
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "num_cores", "expected"), [(8, 4, 2), (8, 8, 1), (3, 3, 1), (6, 2, 1), (4, 2, 2)]
-)
-def test_cores_share_heads_a_row_only_where_each_gets_as_many_full_rows(
-    num_heads: int, num_cores: int, expected: int
-) -> None:
-    assert heads_a_row(num_heads, 64, num_cores) == expected

@@ -3,8 +3,8 @@
 The function that transformers calls in every layer finds the step (what is run and where its keys and values go) in a
 context variable, which is set while the model runs. So model code runs unmodified, whatever it passes on to its layers.
 
-Shapes: B slots, T packed prompt tokens, C cells that are read of a slot, K key/value heads, D head size,
-P key/value heads side by side in a row of the cache.
+Shapes: B slots, T packed prompt tokens, C cells that are read of a slot, K key/value heads, D head size, which the
+cache holds in H rows of W numbers, see `model.head_rows`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -113,7 +113,7 @@ class DecodeStep:
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, K, 1, D] to the cache; return the cells of the context, each [B, K / P, C, P D]."""
+        """Write keys and values [B, K, 1, D] to the cache; return the cells of the context, each [B, H, C, W]."""
         self.cache.write(layer, self.places, finite(keys)[:, :, 0], finite(values)[:, :, 0])
         return self.cache.read(layer, self.context_len)
 

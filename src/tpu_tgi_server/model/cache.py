@@ -4,41 +4,16 @@ A cell is named by (slot, head, cell of the slot), and which position is in whic
 with a sliding window has fewer cells than the slot has positions. The positions of a slot at its length and beyond are
 scratch: padding and idle slots may write there, because a real token overwrites the cell before any query can see it.
 
-A TPU keeps the last dimension of a tensor in lanes of 128. Where heads are smaller than that, P of them stand side by
-side in one row: otherwise its compiler stores the cache with positions last, and turns all of it round and back for
-every write.
+How the heads of a position lie in rows is told in `model.head_rows`.
 """
 
 from dataclasses import dataclass, field
-from math import gcd
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from tpu_tgi_server.model.head_rows import HeadRows, to_rows
 from tpu_tgi_server.model.ring import ring_cells
-
-NUM_LANES = 128
-
-
-def heads_a_row(num_heads: int, head_size: int, num_cores: int = 1) -> int:
-    """P, the fewest heads that fill whole lanes.
-
-    Where P does not divide the heads, the last row is partly empty. P is 1 if that takes more memory than rows of one
-    head each, of which lanes stay empty, and where the cores would not have as many full rows each.
-    """
-    num_side_by_side = NUM_LANES // gcd(head_size, NUM_LANES)
-    if num_cores > 1 and num_heads % (num_side_by_side * num_cores):
-        return 1
-    size_of_rows = -(-num_heads // num_side_by_side) * num_side_by_side * head_size
-    size_alone = num_heads * -(-head_size // NUM_LANES) * NUM_LANES
-    return num_side_by_side if size_of_rows <= size_alone else 1
-
-
-def fill_rows(heads: Tensor, num_side_by_side: int) -> Tensor:
-    """[N, K, ...] with zeros for the heads that are missing in the last row of P."""
-    num_missing = -heads.shape[1] % num_side_by_side
-    return pad(heads, [0, 0] * (heads.ndim - 2) + [0, num_missing]) if num_missing else heads
 
 
 @dataclass(frozen=True)
@@ -71,10 +46,10 @@ class Places:
     indexes: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def index(self, rows: Tensor, ring_len: int) -> tuple[Tensor, ...]:
-        """Slot, row of heads and cell, each to be broadcast to [N, K / P], in layers with so many cells a slot.
+        """Slot, row of heads and cell, each to be broadcast to [N, H], in layers with so many cells a slot.
 
         Args:
-            rows: int32 [1, K / P], the rows of heads.
+            rows: int32 [1, H], the rows of heads.
             ring_len: R.
         """
         if ring_len not in self.indexes:
@@ -94,7 +69,7 @@ class StaticCacheXla:
     (a write through a view does not).
 
     Attributes:
-        keys: one tensor [B, K / P, R, P D] a layer, K / P rounded up, where R may differ from layer to layer.
+        keys: one tensor [B, H, R, W] a layer, H rows of W numbers a cell, where R may differ from layer to layer.
         values: the same for the values.
         max_slot_len: S, how many positions a slot has.
     """
@@ -121,13 +96,12 @@ class StaticCacheXla:
         """
         index = places.index(self._rows, self.ring_len(layer))
         for tensor, cells in ((self.keys[layer], keys), (self.values[layer], values)):
-            filled = fill_rows(cells, tensor.shape[3] // cells.shape[2])
-            tensor.index_put_(index, filled.reshape(cells.shape[0], tensor.shape[1], tensor.shape[3]))
+            tensor.index_put_(index, to_rows(cells, HeadRows(tensor.shape[1], tensor.shape[3])))
 
     def read(self, layer: int, context_len: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots in the first `context_len` cells, or all, if a layer has fewer.
 
         Returns:
-            Each [B, K / P, C, P D].
+            Each [B, H, C, W].
         """
         return self.keys[layer][:, :, :context_len], self.values[layer][:, :, :context_len]

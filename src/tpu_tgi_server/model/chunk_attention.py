@@ -28,7 +28,7 @@ class ChunkStep:
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [1, K, T, D] to the cache; return the slot's first C cells, each [1, K / P, C, P D]."""
+        """Write keys and values [1, K, T, D] to the cache; return the slot's first C cells, each [1, H, C, W]."""
         keys, values = finite(keys), finite(values)
         self.cache.write(layer, self.places, keys[0].transpose(0, 1), values[0].transpose(0, 1))
         slot = self.places.slots[:1]

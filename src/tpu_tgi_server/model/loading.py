@@ -11,8 +11,9 @@ from transformers.utils.logging import disable_progress_bar
 from tpu_tgi_server.config import Dtype, Quantize
 from tpu_tgi_server.model import attention, experts, int8
 from tpu_tgi_server.model.architecture import find_model_class, load_config
-from tpu_tgi_server.model.cache import CacheSizes, StaticCacheXla, heads_a_row
+from tpu_tgi_server.model.cache import CacheSizes, StaticCacheXla
 from tpu_tgi_server.model.files import ModelFiles, weight_paths
+from tpu_tgi_server.model.head_rows import HeadRows, head_rows
 from tpu_tgi_server.model.probe import AttentionCall, layers_to_serve
 from tpu_tgi_server.model.ring import ring_len
 from tpu_tgi_server.model.sharding import WeightPlacer, bytes_a_core, share_out
@@ -123,15 +124,16 @@ def allocate_cache(
     """
     num_heads, head_size = layers[0].num_heads, layers[0].key_size
     ring_lens = [ring_len(layer.window, sizes.max_step_tokens, sizes.max_slot_len) for layer in layers]
-    num_side_by_side = heads_a_row(num_heads, head_size, runtime.num_cores) if runtime.is_compiled else 1
-    num_rows, row_size = -(-num_heads // num_side_by_side), num_side_by_side * head_size
-    slot_shape = (2, num_rows, sum(ring_lens), row_size)
+    rows = HeadRows(num_heads, head_size)
+    if runtime.is_compiled:
+        rows = head_rows(num_heads, head_size, runtime.num_cores)
+    slot_shape = (2, rows.num_rows, sum(ring_lens), rows.row_size)
     bytes_a_slot = bytes_a_core(slot_shape, dtype.itemsize, HEADS_AXIS, runtime.num_cores)
     check_cache_fits(sizes.num_slots, bytes_a_slot, runtime.free_memory_bytes())
     log_cache(ring_lens, sizes, bytes_a_slot, runtime.num_cores)
 
     def zeros() -> list[torch.Tensor]:
-        shapes = ((sizes.num_slots, num_rows, length, row_size) for length in ring_lens)
+        shapes = ((sizes.num_slots, rows.num_rows, length, rows.row_size) for length in ring_lens)
         return [runtime.to_device(torch.zeros(shape, dtype=dtype), HEADS_AXIS) for shape in shapes]
 
     return StaticCacheXla(zeros(), zeros(), sizes.max_slot_len)

@@ -8,7 +8,8 @@ from transformers import PreTrainedConfig
 
 from tpu_tgi_server.config import Quantize
 from tpu_tgi_server.model import int8
-from tpu_tgi_server.model.cache import CacheSizes, heads_a_row
+from tpu_tgi_server.model.cache import CacheSizes
+from tpu_tgi_server.model.head_rows import head_rows
 from tpu_tgi_server.model.probe import AttentionCall
 from tpu_tgi_server.model.ring import ring_len
 
@@ -24,9 +25,7 @@ def weight_bytes(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype,
 
 
 def slot_bytes(layers: Sequence[AttentionCall], dtype: torch.dtype, cache: CacheSizes) -> int:
-    """Keys and values of one slot on one core of a TPU, see `cache.heads_a_row`."""
-    num_heads, head_size = layers[0].num_heads, layers[0].key_size
-    num_side_by_side = heads_a_row(num_heads, head_size)
-    row_numbers = -(-num_heads // num_side_by_side) * num_side_by_side * head_size
+    """Keys and values of one slot on one core of a TPU, in rows of `head_rows`."""
+    rows = head_rows(layers[0].num_heads, layers[0].key_size)
     lengths = (ring_len(layer.window, cache.max_step_tokens, cache.max_slot_len) for layer in layers)
-    return 2 * row_numbers * sum(lengths) * dtype.itemsize
+    return 2 * rows.num_rows * rows.row_size * sum(lengths) * dtype.itemsize

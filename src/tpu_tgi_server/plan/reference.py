@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tpu_tgi_server.model.cache import StaticCacheXla, fill_rows
+from tpu_tgi_server.model.cache import StaticCacheXla
+from tpu_tgi_server.model.head_rows import HeadRows, fill_lanes, fill_rows, heads_a_row, to_rows
 
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
@@ -42,16 +43,20 @@ class ReferenceStep:
         return logits.float().amax(-1)
 
     def _attention(self, projections: Any, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Two products with the cache, [B, K / P, C, P D] each; all P heads of a row meet all queries of the row."""
+        """Two products with the cache, [B, K / P, C, W] each; all P heads of a row meet all queries of the row."""
         num_slots, num_rows, _, row_size = keys.shape
-        num_side_by_side = row_size // projections.head_dim
         new = (projections.k_proj(hidden) + projections.v_proj(hidden)).reshape(num_slots, -1, projections.head_dim)
         num_heads = new.shape[1]
+        num_side_by_side = heads_a_row(HeadRows(num_rows, row_size), num_heads, projections.head_dim)
         queries = projections.q_proj(hidden).reshape(num_slots, num_heads, -1, projections.head_dim)
         queries = fill_rows(queries, num_side_by_side).reshape(num_slots, num_rows, -1, projections.head_dim)
-        new = fill_rows(new, num_side_by_side).reshape(num_slots, num_rows, 1, row_size)
-        sums = (queries.repeat(1, 1, 1, num_side_by_side) + new) @ keys.mT @ values
-        sums = sums.reshape(num_slots, num_rows, -1, num_side_by_side, projections.head_dim).sum(-2)
+        queries = fill_lanes(queries.repeat(1, 1, 1, num_side_by_side), row_size)
+        sums = (queries + to_rows(new, HeadRows(num_rows, row_size))[:, :, None]) @ keys.mT @ values
+        sums = (
+            sums[..., : num_side_by_side * projections.head_dim]
+            .reshape(num_slots, num_rows, -1, num_side_by_side, projections.head_dim)
+            .sum(-2)
+        )
         heads = sums.reshape(num_slots, num_rows * num_side_by_side, -1)[:, :num_heads]
         output: Tensor = projections.o_proj(heads.reshape(num_slots, -1))
         return output
