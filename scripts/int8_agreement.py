@@ -37,7 +37,9 @@ def write_answers(folder: Path) -> dict[str, torch.Tensor]:
     prompts = tokenizer.apply_chat_template(
         questions, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    answers: torch.Tensor = load(folder, torch.float32).generate(
+    model = load(folder, torch.float32)
+    speed_up_linear(model)
+    answers: torch.Tensor = model.generate(
         **prompts, **SAMPLING, max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS
     )
     written = torch.ones_like(answers[:, -NUM_NEW_TOKENS:])
@@ -71,6 +73,7 @@ def agreement(folder: Path) -> float:
     best = best_tokens(exact, texts)
     rounded = load(folder, torch.bfloat16)
     round_weights(rounded)
+    speed_up_linear(rounded)
     return (best_tokens(rounded, texts) == best).float().mean().item()
 
 

@@ -8,12 +8,13 @@ Each folder needs a config.json only, and is compiled for one chip. See docs/pla
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from tpu_tgi_server.plan.check import findings
 from tpu_tgi_server.plan.chips import CHIPS
-from tpu_tgi_server.plan.messages import REFERENCE, TraceRequest
+from tpu_tgi_server.plan.messages import REFERENCE, Traced, TraceRequest
 from tpu_tgi_server.plan.processes import compile_graphs, trace_graphs
 
 CONFIGS = Path(__file__).parent.parent / "tests/plan"
@@ -48,22 +49,24 @@ CHECKS = (
 )
 
 
-def run(check: Check) -> bool:
-    """Print what is found; whether all of it is good."""
-    with tempfile.TemporaryDirectory() as target:
-        request = TraceRequest(
-            folder=str(check.folder),
-            target=target,
-            num_slots=NUM_SLOTS,
-            num_cores=check.num_cores,
-            max_input_tokens=MAX_INPUT_TOKENS,
-            max_total_tokens=check.max_total_tokens,
-            prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
-            graphs=check.graphs,
-        )
-        traced = trace_graphs(request)
-        results = compile_graphs(traced, CHIPS["v5e"], lambda *_: None)
-    found = list(findings(traced, results))
+def trace(check: Check, target: str) -> Traced:
+    """The graphs of a check, in files of a folder."""
+    request = TraceRequest(
+        folder=str(check.folder),
+        target=target,
+        num_slots=NUM_SLOTS,
+        num_cores=check.num_cores,
+        max_input_tokens=MAX_INPUT_TOKENS,
+        max_total_tokens=check.max_total_tokens,
+        prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+        graphs=check.graphs,
+    )
+    return trace_graphs(request)
+
+
+def run(check: Check, traced: Traced) -> bool:
+    """Compile, and print what is found; whether all of it is good."""
+    found = list(findings(traced, compile_graphs(traced, CHIPS["v5e"], lambda *_: None)))
     for finding in found:
         print(f"{'ok  ' if finding.is_good else 'FAIL'} {check}, {finding.graph}: {finding.what}", flush=True)
     return all(finding.is_good for finding in found)
@@ -72,7 +75,11 @@ def run(check: Check) -> bool:
 def main(*arguments: str) -> int:
     start = time.monotonic()
     given = [Check(Path(folder), int(size)) for folder, size in zip(arguments[::2], arguments[1::2], strict=True)]
-    good = [run(check) for check in given or CHECKS]
+    checks = given or CHECKS
+    with tempfile.TemporaryDirectory() as target, ThreadPoolExecutor(1) as tracer:
+        folders = [tempfile.mkdtemp(dir=target) for _ in checks]
+        # the next graphs are traced while the last are compiled
+        good = [run(check, traced) for check, traced in zip(checks, tracer.map(trace, checks, folders), strict=True)]
     print(f"{sum(good)} of {len(good)} models within the bars, {time.monotonic() - start:.0f} s")
     return 0 if all(good) else 1
 

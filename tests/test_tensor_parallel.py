@@ -214,7 +214,7 @@ def test_each_core_holds_its_part_of_each_weight_and_no_more_is_sent(tiny_model_
     assert loaded.shapes["model.layers.1.mlp.down_proj.weight"] == [[64, 43]]
     assert loaded.shapes["model.embed_tokens.weight"] == loaded.shapes["lm_head.weight"] == [[100, 64]]
     assert loaded.shapes["model.norm.weight"] == [[64]]
-    assert loaded.shapes["cache"] == [[2, 1, 16, 16]]
+    assert loaded.shapes["cache"] == [[2, 1, 16, 128]]
     split = 2 * 100 * 64 + NUM_LAYERS * (2 * 22 * 64 + 2 * 11 * 64 + 3 * 43 * 64)
     whole = (2 * NUM_LAYERS + 1) * 64 + 2 * 8  # norms, and two buffers of the rotary embedding
     assert loaded.num_bytes == 3 * 4 * (split + whole)

@@ -14,7 +14,7 @@ from tests.servers import ROOT
 from tests.tiny_model import NUM_LAYERS
 from tpu_tgi_server.model.files import WEIGHTS
 from tpu_tgi_server.plan.chips import CHIPS
-from tpu_tgi_server.plan.messages import Compiled, TraceRequest
+from tpu_tgi_server.plan.messages import Compiled, Traced, TraceRequest
 from tpu_tgi_server.plan.processes import PlanError, compile_graphs, trace_graphs
 
 needs_compiler = pytest.mark.skipif(
@@ -26,7 +26,9 @@ CHUNK = "chunk 256 greedy"
 
 
 ROW_SIZE = 128
-"""On one core the two heads of 16 share a row of whole lanes with six that are missing."""
+"""On one core the two heads of 16 share a row of whole lanes with six that are missing; over two, each fills its own
+with zeros.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,12 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: P
 def request_for(folder: Path, target: Path, **changes: object) -> TraceRequest:
     sizes = {"num_slots": 4, "max_input_tokens": 32, "max_total_tokens": 256}
     return TraceRequest(folder=str(folder), target=str(target), **(sizes | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def decode_traced(config_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """A decode step on one core."""
+    return trace_graphs(request_for(config_folder, tmp_path_factory.mktemp("decode"), graphs=(DECODE,)))
 
 
 def plan(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -64,10 +72,12 @@ def test_cache_of_a_layer_with_a_window_counts_as_short_as_it_is(tmp_path: Path,
     assert traced.cache_sizes == [4 * 48 * ROW_SIZE, 4 * 256 * ROW_SIZE]
 
 
-def test_over_two_cores_each_has_its_part_of_weights_and_cache(config_folder: Path, tmp_path: Path) -> None:
-    alone = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,)))
+def test_over_two_cores_each_has_its_part_of_weights_and_cache(
+    config_folder: Path, tmp_path: Path, decode_traced: Traced
+) -> None:
+    alone = decode_traced
     traced = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,), num_cores=2))
-    assert traced.cache_bytes == 2 * NUM_LAYERS * 4 * 256 * 16 * 2, "of two heads of 16, each core has one"
+    assert traced.cache_bytes == 2 * NUM_LAYERS * 4 * 256 * ROW_SIZE * 2, "of two heads of 16, each core has one"
     norms = 2 * (2 * NUM_LAYERS + 1) * 64
     rotary = 2 * 4 * 8
     assert traced.weights_bytes == (alone.weights_bytes - norms - rotary) // 2 + norms + rotary
@@ -76,11 +86,8 @@ def test_over_two_cores_each_has_its_part_of_weights_and_cache(config_folder: Pa
     assert [module.parameter_axes[donor] for donor in module.donors] == [1] * 2 * NUM_LAYERS
 
 
-def test_int8_weights_take_a_byte_each(config_folder: Path, tmp_path: Path) -> None:
-    wide, narrow = (
-        trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,), quantize=quantize))
-        for quantize in (None, "int8")
-    )
+def test_int8_weights_take_a_byte_each(config_folder: Path, tmp_path: Path, decode_traced: Traced) -> None:
+    wide, narrow = decode_traced, trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,), quantize="int8"))
     outputs = (64 + 32 + 32 + 64, 128 + 128 + 64)
     saved = NUM_LAYERS * (64 * outputs[0] + 64 * (128 + 128) + 128 * 64)
     factors = NUM_LAYERS * 4 * sum(outputs)
@@ -88,8 +95,8 @@ def test_int8_weights_take_a_byte_each(config_folder: Path, tmp_path: Path) -> N
 
 
 @needs_compiler
-def test_a_decode_step_compiles_for_a_tpu_and_updates_the_cache_in_place(config_folder: Path, tmp_path: Path) -> None:
-    traced = trace_graphs(request_for(config_folder, tmp_path, graphs=(DECODE,)))
+def test_a_decode_step_compiles_for_a_tpu_and_updates_the_cache_in_place(decode_traced: Traced) -> None:
+    traced = decode_traced
     results = compile_graphs(traced, CHIPS["v5e"], lambda *_: None)
     compiled = results[DECODE]
     assert isinstance(compiled, Compiled), compiled
