@@ -52,6 +52,7 @@ class ScriptedModel:
         self.max_prefill_tokens = max_prefill_tokens or limits.max_input_tokens
         self.num_prefills = 0
         self.num_decodes = 0
+        self.num_used_slots: list[int] = []
         self._max_total_tokens = limits.max_total_tokens
         self._script = script or {}
         self._on_step = on_step
@@ -79,6 +80,7 @@ class ScriptedModel:
         self,
         token_ids: NDArray[np.int32],
         slot_lens: NDArray[np.int32],
+        num_used_slots: int,
         max_slot_len: int,
         samplers: Sequence[SamplerInputs | None],
     ) -> ReadTokens:
@@ -86,15 +88,16 @@ class ScriptedModel:
         assert all(sampler is None for sampler in samplers), "the script chooses greedily"
         self._on_step("decode")
         self.num_decodes += 1
+        self.num_used_slots.append(num_used_slots)
         assert token_ids.shape == slot_lens.shape == (self.num_slots,)
         assert token_ids.dtype == slot_lens.dtype == np.int32
-        assert max_slot_len in slot_lens
+        assert max_slot_len in slot_lens[:num_used_slots]
         results = []
         lens = slot_lens.tolist()
         ids = token_ids.tolist()
         for step in range(len(samplers)):
             chosen = [self._step(slot, ids[slot], lens[slot], max_slot_len + step) for slot in range(self.num_slots)]
-            results.append(_next_tokens(chosen))
+            results.append(_next_tokens(chosen[:num_used_slots]))
             ids = [FIRST_ID if id is None else id for id in chosen]
             lens = [min(slot_len + 1, self._max_total_tokens - 1) for slot_len in lens]
         return lambda: results

@@ -35,6 +35,20 @@ def test_prefill_runs_in_one_execution_and_decode_in_one_a_step(driver: Scripted
     assert (driver.model.num_prefills, driver.model.num_decodes) == (1, 4)
 
 
+def test_steps_are_of_no_more_slots_than_up_to_the_last_that_runs_and_the_first_free_one_is_used_again(
+    driver: ScriptedDriver,
+) -> None:
+    requests = [new_request(id, f"prompt {id}", new=new) for id, new in enumerate((2, 6, 4))]
+    running = batch_of(driver.prefill(10, *requests))
+    running = batch_of(driver.decode(running))
+    joining = new_request(3, "in the slot of the first", new=3)
+    running = batch_of(driver.decode(running, batch_of(driver.prefill(11, joining))))
+    driver.drain(running)
+    assert driver.model.num_used_slots == [3, 3, 3, 2, 2]
+    for request in (*requests, joining):
+        driver.check(request)
+
+
 def test_requests_that_join_step_together_with_those_that_run_also_when_steps_are_ahead() -> None:
     driver = ScriptedDriver(steps_ahead=True)
     requests = [new_request(id, f"prompt {id}", new=6) for id in range(2)]

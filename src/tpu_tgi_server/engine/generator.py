@@ -232,6 +232,7 @@ class Generator:
             read = self._model.decode(
                 slots.token_ids,
                 slots.slot_lens,
+                slots.num_used(sequences),
                 max(sequence.slot_len for sequence in sequences),
                 [slots.sampler_inputs(sequences, step) for step in range(num_steps)],
             )

@@ -1,5 +1,6 @@
 """The slots as flat arrays: what a step needs to know of every slot, kept up to date as requests come, step and go."""
 
+from bisect import insort
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -17,7 +18,7 @@ SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 class SlotTable:
-    """Owns the list of free slots and one row of numbers for each slot.
+    """Owns the list of free slots, in order, and one row of numbers for each slot.
 
     Attributes:
         token_ids: int32 [B], the newest token of each slot.
@@ -48,10 +49,15 @@ class SlotTable:
         return len(self._free)
 
     def assign(self, sequence: Sequence) -> int:
-        """Give a free slot to a sequence; return it."""
+        """Give the first free slot to a sequence; return it."""
         slot = sequence.slot = self._free.pop(0)
         self._write_sampling(slot, sequence.request.sampling)
         return slot
+
+    @staticmethod
+    def num_used(sequences: SequenceOf[Sequence]) -> int:
+        """How many slots there are up to the last one of these sequences."""
+        return 1 + max(sequence.slot for sequence in sequences if sequence.slot is not None)
 
     def begin_steps(self, sequences: SequenceOf[Sequence], num_steps: int) -> None:
         """Enter that steps are started: the cells that they write are no scratch any more."""
@@ -70,7 +76,7 @@ class SlotTable:
         assert sequence.slot is not None
         self.slot_lens[sequence.slot] = 0
         self._write_sampling(sequence.slot, Sampling())
-        self._free.append(sequence.slot)
+        insort(self._free, sequence.slot)
         sequence.slot = None
 
     def sampler_inputs(self, sequences: SequenceOf[Sequence], step: int = 0) -> SamplerInputs | None:

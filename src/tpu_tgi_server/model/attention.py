@@ -99,10 +99,10 @@ class PrefillStep:
 
 @dataclass
 class DecodeStep:
-    """One token for each slot; a token sees the positions of its own slot up to its own.
+    """One token for each slot, or for the first ones; a token sees the positions of its own slot up to its own.
 
     Attributes:
-        places: of the B tokens, one in each slot in turn.
+        places: of the B tokens, one in each of these slots in turn.
         context_len: how many positions are read, more than the largest position that matters.
     """
 
@@ -115,7 +115,8 @@ class DecodeStep:
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, K, 1, D] to the cache; return the cells of the context, each [B, H, C, W]."""
         self.cache.write(layer, self.places, finite(keys)[:, :, 0], finite(values)[:, :, 0])
-        return self.cache.read(layer, self.context_len)
+        all_keys, all_values = self.cache.read(layer, self.context_len)
+        return all_keys[: len(keys)], all_values[: len(keys)]
 
     def visible(self, layer: int, window: int | None) -> Tensor:
         """bool [B, 1, C], true where a slot's query may see a cell."""

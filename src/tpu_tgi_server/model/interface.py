@@ -144,15 +144,19 @@ class Model(Protocol):
         self,
         token_ids: NDArray[np.int32],
         slot_lens: NDArray[np.int32],
+        num_used_slots: int,
         max_slot_len: int,
         samplers: Sequence[SamplerInputs | None],
     ) -> ReadTokens:
         """Start as many steps as there are samplers, one after the other, of one token for every slot each.
 
+        Where nothing is compiled, slots behind the last whose result matters are left out, also of the result.
+
         Args:
             token_ids: int32 [B], the last token of each slot; anything for slots that are not stepped.
             slot_lens: int32 [B], how many positions of each slot are written; the token goes to that position, those
                 of the following steps behind it. What would go beyond the slot's end goes to its last position.
+            num_used_slots: how many slots there are up to the last one whose result matters.
             max_slot_len: the largest of `slot_lens` among the slots whose result matters.
             samplers: for each step as for `prefill`, all or none of them None. A slot with penalties must have a
                 sampler in each of its steps.

@@ -87,17 +87,19 @@ def unpack_chunks(packed: Tensor, num_slots: int) -> ChunkTensors:
     return ChunkTensors(*of_tokens, *of_slots)
 
 
-def pack_sampler(inputs: SamplerInputs, state: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
+def pack_sampler(inputs: SamplerInputs, num_slots: int, state: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
     """The sampler's inputs, and in the same transfer the state of a decode step that the host knows.
 
     Args:
+        inputs: of all slots.
+        num_slots: B, how many of them are wanted.
         state: int32 [2, B], last token and length of each slot; None where the device has them, or nothing needs them.
 
     Returns:
         float32 [12, B], the rows in the order of SAMPLER_FIELDS; integers below 2**24 are exact.
     """
-    rows = [inputs.is_stepped, *(getattr(inputs, name) for name in CHOICE_FIELDS)]
-    of_state = np.zeros((len(STATE_FIELDS), len(inputs.is_stepped)), np.float32)
+    rows = [inputs.is_stepped[:num_slots], *(getattr(inputs, name)[:num_slots] for name in CHOICE_FIELDS)]
+    of_state = np.zeros((len(STATE_FIELDS), num_slots), np.float32)
     if state is not None:
         of_state[:2] = state
         of_state[2] = 1

@@ -75,18 +75,21 @@ class ModelRunner:
         num_tokens, context_len = self._prefill_shape(chunks, sum(chunk_lens.values()))
         packed = self._to_device(pack_chunks(chunks, num_tokens, self._num_slots))
         if sampler is None:
-            return self._read(self._prefill(packed, context_len), None, {})
-        fields, masks, stages = self._sampler_arguments(sampler)
-        return self._read(self._prefill_sampled(packed, context_len, fields, masks, stages), stages, chunk_lens)
+            return self._read(self._prefill(packed, context_len), self._num_slots, None, {})
+        fields, masks, stages = self._sampler_arguments(sampler, self._num_slots)
+        result = self._prefill_sampled(packed, context_len, fields, masks, stages)
+        return self._read(result, self._num_slots, stages, chunk_lens)
 
     def decode(
         self,
         token_ids: NDArray[np.int32],
         slot_lens: NDArray[np.int32],
+        num_used_slots: int,
         max_slot_len: int,
         samplers: Sequence[SamplerInputs | None],
     ) -> ReadTokens:
-        host_state = np.stack([token_ids, slot_lens])
+        num_slots = self._num_slots if self._runtime.is_compiled else num_used_slots
+        host_state = np.stack([token_ids, slot_lens])[:, :num_slots]
         state: Tensor | None = None
         results: list[tuple[Tensor, Stages | None]] = []
         for context_len, sampler in enumerate(samplers, start=max_slot_len + 1):
@@ -95,11 +98,12 @@ class ModelRunner:
             if sampler is None:
                 result, state = self._decode(self._to_device(host_state) if state is None else state, padded_len)
             else:
-                fields, masks, stages = self._sampler_arguments(sampler, host_state if state is None else None)
-                known_state = self._no_state if state is None else state
+                known_state = self._of_first(num_slots, self._no_state) if state is None else state
+                of_host = host_state if state is None else None
+                fields, masks, stages = self._sampler_arguments(sampler, num_slots, of_host)
                 result, state = self._decode_sampled(known_state, padded_len, fields, masks, stages)
             results.append((result, stages))
-        return lambda: [self._read(result, stages, {}) for result, stages in results]
+        return lambda: [self._read(result, num_slots, stages, {}) for result, stages in results]
 
     def warm_up(self, on_graph: OnGraph) -> None:
         for number, graph in enumerate(self._graphs, start=1):
@@ -111,7 +115,7 @@ class ModelRunner:
         sampler = neutral_sampler(self._num_slots) if graph.has_sampler else None
         if graph.kind == "decode":
             zeros = np.zeros(self._num_slots, np.int32)
-            self.decode(zeros, zeros, graph.size - 1, [sampler])()
+            self.decode(zeros, zeros, self._num_slots, graph.size - 1, [sampler])()
             return
         num_tokens = graph.size if graph.kind == "prefill" else self.max_prefill_tokens
         start = graph.size - num_tokens  # so that the chunk ends where its window does
@@ -131,22 +135,27 @@ class ModelRunner:
         return bucket if self._runtime.is_compiled else size
 
     def _sampler_arguments(
-        self, sampler: SamplerInputs, host_state: NDArray[np.int32] | None = None
+        self, sampler: SamplerInputs, num_slots: int, host_state: NDArray[np.int32] | None = None
     ) -> tuple[Tensor, Tensor, Stages]:
         stages = ALL_STAGES if self._runtime.is_compiled else needed_stages(sampler)
         masks = pack_masks(sampler, self._num_slots, self._steps.vocab_size)
         masks_on_device = self._neutral_masks if masks is None else self._to_device(masks)
-        return self._to_device(pack_sampler(sampler, host_state)), masks_on_device, stages
+        fields = self._to_device(pack_sampler(sampler, num_slots, host_state))
+        return fields, self._of_first(num_slots, masks_on_device), stages
+
+    def _of_first(self, num_slots: int, tensor: Tensor) -> Tensor:
+        """What a tensor [2, B, ...] says of the first slots. All of it is itself: torch_xla would trace an alias."""
+        return tensor if num_slots == self._num_slots else tensor[:, :num_slots]
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return self._runtime.to_device(torch.from_numpy(array))
 
-    def _read(self, result: Tensor, stages: Stages | None, chunk_lens: Mapping[int, int]) -> NextTokens:
+    def _read(self, result: Tensor, num_slots: int, stages: Stages | None, chunk_lens: Mapping[int, int]) -> NextTokens:
         """Wait for a result of these stages, None for a greedy one."""
         num_top = self._num_top if stages is not None and stages.top_tokens else 0
         has_logprobs = stages is not None and stages.prompt_logprobs
         vector = self._runtime.to_host(result).numpy()
-        return unpack_result(vector, self._num_slots, num_top, chunk_lens if has_logprobs else {})
+        return unpack_result(vector, num_slots, num_top, chunk_lens if has_logprobs else {})
 
 
 def needed_stages(sampler: SamplerInputs) -> Stages:

@@ -77,10 +77,10 @@ class DeviceSteps:
         return torch.cat([result, prompt_logprobs(logits, chunks.next_ids)])
 
     def decode(self, state: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-        """One token for every slot.
+        """One token for every slot, or for the first ones.
 
         Args:
-            state: int32 [2, B], the last token and the length of each slot.
+            state: int32 [2, B], the last token and the length of each of these slots.
             context_len: how many positions are read.
 
         Returns:
@@ -101,7 +101,8 @@ class DeviceSteps:
         host_state = torch.stack([fields["token_id"][:, 0], fields["slot_len"][:, 0]]).int()
         tokens, positions = torch.where(fields["is_from_host"][:, 0] > 0, host_state, state)
         if stages.penalties:
-            self._counts.index_put_((self._slots, tokens), fields["is_stepped"][:, 0].int(), accumulate=True)
+            slots = self._slots[: len(tokens)]
+            self._counts.index_put_((slots, tokens), fields["is_stepped"][:, 0].int(), accumulate=True)
         logits = self._token_logits(tokens, positions, context_len)
         result = choose(logits, self._sampler_tensors(fields, positions[:, None] + 1, masks), stages)
         return result, self._next_state(result, positions)
@@ -109,7 +110,7 @@ class DeviceSteps:
     def _next_state(self, result: Tensor, positions: Tensor) -> Tensor:
         """A slot that is full writes its last position again and again, which nobody reads any more."""
         next_positions = (positions + 1).clamp(max=self._cache.max_slot_len - 1)
-        return torch.stack([result[: self.num_slots].int(), next_positions])
+        return torch.stack([result[: len(positions)].int(), next_positions])
 
     def _prompt_logits(self, chunks: ChunkTensors, context_len: int | None, logits_to_keep: Tensor | int) -> Tensor:
         """[1, N, V] for a packed row."""
@@ -131,8 +132,8 @@ class DeviceSteps:
         return logits
 
     def _token_logits(self, tokens: Tensor, positions: Tensor, context_len: int) -> Tensor:
-        """[B, V] for one token in each slot."""
-        step = DecodeStep(self._cache, Places(self._slots, positions), context_len)
+        """[B, V] for one token in each slot, or in the first ones."""
+        step = DecodeStep(self._cache, Places(self._slots[: len(tokens)], positions), context_len)
         with running(step):
             output = self._model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
         logits: Tensor = output.logits[:, 0]
@@ -148,7 +149,7 @@ class DeviceSteps:
 
     def _sampler_tensors(self, fields: dict[str, Tensor], lengths: Tensor, masks: Tensor) -> SamplerTensors:
         return SamplerTensors(
-            counts=self._counts,
+            counts=self._counts[: len(lengths)],
             lengths=lengths,
             allowed=masks[0],
             favoured=masks[1],
