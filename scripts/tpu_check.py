@@ -2,12 +2,14 @@
 
     python scripts/tpu_check.py [MODEL_FOLDER MAX_TOTAL_TOKENS ...]
 
-Each folder needs a config.json only, and is compiled for one chip. See docs/plan.md for the bars.
+Each folder needs a config.json only, and is compiled for one chip. MAX_TOTAL_TOKENS is more than 1024. See docs/plan.md
+for the bars.
 """
 
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 from tpu_tgi_server.plan.check import findings
 from tpu_tgi_server.plan.chips import CHIPS
 from tpu_tgi_server.plan.messages import REFERENCE, Traced, TraceRequest
-from tpu_tgi_server.plan.processes import compile_graphs, trace_graphs
+from tpu_tgi_server.plan.processes import PlanError, compile_graphs, trace_graphs
 
 CONFIGS = Path(__file__).parent.parent / "tests/plan"
 NUM_SLOTS, MAX_INPUT_TOKENS, PREFILL_CHUNK_TOKENS = 8, 1024, 128
@@ -72,10 +74,33 @@ def run(check: Check, traced: Traced) -> bool:
     return all(finding.is_good for finding in found)
 
 
-def main(*arguments: str) -> int:
-    start = time.monotonic()
+def checks_of(arguments: Sequence[str]) -> Sequence[Check]:
+    """What is asked for, or all of CHECKS.
+
+    Raises:
+        ValueError: the arguments are no pairs of a model's folder and a size that has all the graphs.
+    """
+    if len(arguments) % 2:
+        raise ValueError("each MODEL_FOLDER needs its MAX_TOTAL_TOKENS")
     given = [Check(Path(folder), int(size)) for folder, size in zip(arguments[::2], arguments[1::2], strict=True)]
-    checks = given or CHECKS
+    for check in given:
+        if not (check.folder / "config.json").is_file():
+            raise ValueError(f"there is no {check.folder / 'config.json'}")
+        if check.max_total_tokens <= MAX_INPUT_TOKENS:
+            raise ValueError(f"MAX_TOTAL_TOKENS must be more than {MAX_INPUT_TOKENS}, not {check.max_total_tokens}")
+    return given or CHECKS
+
+
+def main(*arguments: str) -> int:
+    try:
+        return run_all(checks_of(arguments))
+    except (ValueError, PlanError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run_all(checks: Sequence[Check]) -> int:
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as target, ThreadPoolExecutor(1) as tracer:
         folders = [tempfile.mkdtemp(dir=target) for _ in checks]
         # the next graphs are traced while the last are compiled

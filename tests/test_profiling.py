@@ -4,8 +4,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+from loguru import logger
+
 from tests.driver import Driver, new_request
 from tests.servers import ready_server, start_model_server
+from tpu_tgi_server.profiling import span, start_profile
 
 
 def test_profile_has_the_stages_of_each_call_in_both_processes(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -28,3 +32,18 @@ def test_profile_has_the_stages_of_each_call_in_both_processes(tmp_path: Path, t
     for decode, text in zip(decodes, texts, strict=True):
         assert decode["ts"] <= text["ts"]
         assert text["ts"] + text["dur"] <= decode["ts"] + decode["dur"]
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null/removed"], ids=["full disk", "removed file"])
+def test_profile_that_cannot_be_written_ends_with_one_warning_and_the_work_goes_on(path: str) -> None:
+    warnings: list[str] = []
+    sink = logger.add(warnings.append, level="WARNING", format="{message}")
+    try:
+        start_profile(Path(path), "agent")
+        with span("Decode"), span("text"):
+            pass
+    finally:
+        logger.remove(sink)
+        start_profile(None, "agent")
+    (warning,) = warnings
+    assert warning.startswith("--profile ends here: ")

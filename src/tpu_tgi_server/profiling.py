@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from loguru import logger
+
 MAX_EVENTS = 500_000
 """Of one process, at about 100 bytes each: a profile that is forgotten does not fill the disk."""
 
 
 class _Profile:
-    """Owns the file descriptor, and how many events may still be written."""
+    """Owns the file descriptor, and how many events may still be written: none after one that could not be."""
 
     def __init__(self, file: int, process_name: str) -> None:
         self._file = file
@@ -31,7 +33,11 @@ class _Profile:
         if self._num_left > 0:
             self._num_left -= 1
             event = {"name": name, "ph": phase, "pid": self._pid, "tid": threading.get_native_id(), **fields}
-            os.write(self._file, (json.dumps(event) + ",\n").encode())
+            try:
+                os.write(self._file, (json.dumps(event) + ",\n").encode())
+            except OSError as error:
+                self._num_left = 0
+                warn(error)
 
 
 _profile: _Profile | None = None
@@ -50,9 +56,22 @@ def create_profile(path: Path) -> None:
 
 
 def start_profile(path: Path | None, process_name: str) -> None:
-    """From now on, write this process's spans to a file that `create_profile` has made; None for no profile."""
+    """From now on, write this process's spans to a file that `create_profile` has made; None for no profile.
+
+    Whatever becomes of the file later is no reason not to serve: an agent may start when it is long gone.
+    """
     global _profile
-    _profile = None if path is None else _Profile(os.open(path, os.O_WRONLY | os.O_APPEND), process_name)
+    _profile = None
+    if path is not None:
+        try:
+            _profile = _Profile(os.open(path, os.O_WRONLY | os.O_APPEND), process_name)
+        except OSError as error:
+            warn(error)
+
+
+def warn(error: OSError) -> None:
+    """Say that this process goes on without a profile."""
+    logger.warning("--profile ends here: {}", error)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A model that cannot be served right is refused, with the reason."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import AutoConfig
 from tests.families import FAMILIES, SHAPE, WINDOWS
 from tpu_tgi_server.config import Device, Settings
 from tpu_tgi_server.engine.loading import load_generator
-from tpu_tgi_server.model.architecture import find_model_class
+from tpu_tgi_server.model.architecture import find_model_class, load_config
 from tpu_tgi_server.model.probe import layers_to_serve
 from tpu_tgi_server.runtime.cpu import CpuRuntime
 
@@ -54,6 +55,24 @@ def test_model_that_the_slots_do_not_fit_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_that_is_served_tells_the_window_of_each_layer(family: str) -> None:
     assert windows(*FAMILIES[family]) == WINDOWS.get(family, [None, None])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"num_attention_heads": None}, "'num_attention_heads' expected int"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys"),
+    ],
+)
+def test_config_that_transformers_refuses_is_one_sentence_with_its_path(
+    tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **SHAPE, **fields}))
+    with pytest.raises(ValueError, match=f"{path} is wrong: .*{reason}") as refusal:
+        load_config(tmp_path)
+    assert "\n" not in str(refusal.value)
 
 
 def test_model_that_does_not_continue_text_is_refused() -> None:

@@ -17,7 +17,8 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
 
     Raises:
         OSError: there is no config.json.
-        ValueError: transformers does not know the architecture without code from the model's folder.
+        ValueError: transformers does not know the architecture without code from the model's folder, or the config is
+            wrong.
     """
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -25,6 +26,10 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConf
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ValueError(needs_code(folder)) from error
         raise
+    except OSError:
+        raise
+    except Exception as error:  # a field that is missing or wrong raises almost anything, in several lines
+        raise ValueError(f"{folder / 'config.json'} is wrong: {' '.join(str(error).split())}") from error
 
 
 def find_model_class(config: PreTrainedConfig, folder: Path, trust_remote_code: bool) -> tuple[Any, PreTrainedConfig]:

@@ -134,7 +134,7 @@ def allocate_cache(
 
     def zeros() -> list[torch.Tensor]:
         shapes = ((sizes.num_slots, rows.num_rows, length, rows.row_size) for length in ring_lens)
-        return [runtime.to_device(torch.zeros(shape, dtype=dtype), HEADS_AXIS) for shape in shapes]
+        return [runtime.zeros(shape, dtype, HEADS_AXIS) for shape in shapes]
 
     return StaticCacheXla(zeros(), zeros(), sizes.max_slot_len)
 
@@ -170,7 +170,7 @@ def make_steps(model: PreTrainedModel, cache: StaticCacheXla, watermark_delta: f
     return DeviceSteps(
         model,
         cache,
-        counts=runtime.to_device(torch.zeros(num_slots, vocab_size, dtype=torch.int32)),
+        counts=runtime.zeros((num_slots, vocab_size), torch.int32),
         slots=runtime.to_device(torch.arange(num_slots, dtype=torch.int32)),
         watermark_delta=watermark_delta,
     )

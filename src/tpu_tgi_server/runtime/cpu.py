@@ -42,6 +42,10 @@ class CpuRuntime:
         """Already there."""
         return host
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, split_axis: int | None = None) -> Tensor:  # noqa: ARG002
+        """In the host's memory."""
+        return torch.zeros(*shape, dtype=dtype)
+
     def gather(self, device: Tensor) -> None:
         """Already there."""
 

@@ -61,6 +61,10 @@ class Runtime(Protocol):
         """
         ...
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, split_axis: int | None = None) -> Tensor:
+        """As `to_device` with zeros, which may be more than the host holds where they take no memory."""
+        ...
+
     def gather(self, device: Tensor) -> None:
         """In a step: let every core have all of a tensor from here on."""
         ...

@@ -80,6 +80,10 @@ class TracingRuntime:
         self._axes[handle] = None if split_axis is None else split_axis % host.dim()
         return placeholder
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, split_axis: int | None = None) -> Tensor:
+        """A placeholder, of any size: a plan may be one of what does not fit."""
+        return self.to_device(torch.empty(*shape, dtype=dtype, device="meta"), split_axis)
+
     def split_axis(self, placeholder: Tensor) -> int | None:
         """What `to_device` was told of it."""
         (handle,) = torch_xla._XLAC._get_tensors_handle([placeholder])

@@ -70,11 +70,15 @@ class XlaRuntime:
         return 1 if self._mesh is None else self._mesh.num_cores
 
     def to_device(self, host: Tensor, split_axis: int | None = None) -> Tensor:
-        """A transfer. (`torch.zeros(..., device=xla)` would compile a graph for each shape.)"""
+        """A transfer."""
         tensor = host.to(self.device)
         if self._mesh is not None:
             self._mesh.mark(tensor, split_axis)  # nothing has travelled so far; now each core gets its part
         return tensor
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, split_axis: int | None = None) -> Tensor:
+        """A transfer. (`torch.zeros(..., device=xla)` would compile a graph for each shape.)"""
+        return self.to_device(torch.zeros(*shape, dtype=dtype), split_axis)
 
     def gather(self, device: Tensor) -> None:
         """A note in the graph."""
