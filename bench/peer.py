@@ -50,6 +50,8 @@ def transformers_peer(model: Path, dtype: str) -> Iterator[Peer]:
     command = [sys.executable, "-m", "bench.peer", str(model), dtype]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout is not None
+            process.stdout.readline()  # it is ready: what is measured while it still loads would share the machine
             yield Peer(process)
         finally:
             process.terminate()
@@ -68,6 +70,7 @@ def main(folder: str, dtype: str) -> None:
     model.generation_config.eos_token_id = None
     answers = sys.stdout
     sys.stdout = sys.stderr
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         result = (run_generate if work.pop("work") == "generate" else run_serve)(model, **work)
