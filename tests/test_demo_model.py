@@ -68,12 +68,14 @@ def test_ids_are_those_of_generate(server: ServerProcess) -> None:
     assert [answer.ids for answer in answers] == [greedy_ids(QUESTION), greedy_ids(STORY)]
 
 
+@pytest.mark.parametrize("server", ["cpu", "xla-cpu"], indirect=True)
 def test_capital_of_france(server: ServerProcess) -> None:
     answer, figures = generate(server, "--chat", QUESTION)
     assert answer == "The capital of France is Paris."
     assert figures.startswith("8 tokens, first after ")
 
 
+@pytest.mark.parametrize("server", ["cpu"], indirect=True)
 def test_lines_of_standard_input_are_answered_together(server: ServerProcess) -> None:
     lines = generate(server, stdin=f"{QUESTION}\n\n{QUESTION}\n")
     assert lines[:-1] == [
