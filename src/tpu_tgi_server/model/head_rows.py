@@ -28,8 +28,8 @@ class HeadRows:
 def head_rows(num_heads: int, head_size: int, num_cores: int = 1) -> HeadRows:
     """The rows of whole lanes that take least memory.
 
-    Heads share rows as few as fill whole lanes, and the last row may be partly empty. They do not where a row for each,
-    with zeros, takes less, and where the cores would not have as many full rows each.
+    As many heads share a row as fill whole lanes, and the last row may be partly empty. Each has a row of its own, with
+    zeros, where that takes less, and where the cores would not have as many full rows each.
     """
     num_side_by_side = NUM_LANES // gcd(head_size, NUM_LANES)
     shared = HeadRows(-(-num_heads // num_side_by_side), num_side_by_side * head_size)
