@@ -48,7 +48,8 @@ def attend_fused(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, s
     num_rows, num_heads, num_tokens, head_size = query.shape
     num_groups = num_heads // keys.shape[1]
     grouped = query.float().reshape(num_rows, keys.shape[1], -1, head_size)
-    mask = visible.repeat(1, num_groups, 1)[:, None]
+    # one token's mask is that of its whole group; others are told for each row
+    mask = (visible if num_tokens == 1 else visible.repeat(1, num_groups, 1))[:, None]
     output = scaled_dot_product_attention(grouped, keys.float(), values.float(), attn_mask=mask, scale=scaling)
     return output.reshape(num_rows, num_heads, num_tokens, head_size).transpose(1, 2).to(query.dtype)
 
