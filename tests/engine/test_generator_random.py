@@ -42,13 +42,17 @@ class Router(RuleBasedStateMachine):
     @rule(data=st.data())
     def decode(self, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.sampled_from(sorted(self.batches)), min_size=1, unique=True))
-        self._keep(self.driver.decode(*[self._forget_some(data, self.batches.pop(id)) for id in ids]))
+        named = [self._forget_some(data, self.batches[id]) for id in ids]
+        for id in ids:
+            del self.batches[id]
+        self._keep(self.driver.decode(*named))
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def filter(self, data: st.DataObject) -> None:
         batch = self._pick(data)
         kept = data.draw(st.lists(st.sampled_from(list(batch.request_ids)), unique=True))
+        del self.batches[batch.id]
         filtered = self.driver.filter(batch, kept)
         assert sorted(filtered.request_ids if filtered else []) == sorted(kept)
         self._keep(filtered)
@@ -56,7 +60,9 @@ class Router(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
-        self.driver.clear(self._pick(data))
+        batch = self._pick(data)
+        self.driver.clear(batch)
+        del self.batches[batch.id]
 
     @rule()
     def probe(self) -> None:
@@ -85,7 +91,8 @@ class Router(RuleBasedStateMachine):
             self.batches[batch.id] = batch
 
     def _pick(self, data: st.DataObject) -> pb.CachedBatch:
-        return self.batches.pop(data.draw(st.sampled_from(sorted(self.batches))))
+        """Any of them. It stays there until everything is drawn, as hypothesis may end an example in every draw."""
+        return self.batches[data.draw(st.sampled_from(sorted(self.batches)))]
 
     def _forget_some(self, data: st.DataObject, batch: pb.CachedBatch) -> pb.CachedBatch:
         """Sometimes the router leaves out requests whose clients are gone."""

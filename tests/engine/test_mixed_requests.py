@@ -82,8 +82,9 @@ class Router(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def filter(self, data: st.DataObject) -> None:
-        batch = self.batches.pop(data.draw(st.sampled_from(sorted(self.batches))))
+        batch = self.batches[data.draw(st.sampled_from(sorted(self.batches)))]
         kept = data.draw(st.lists(st.sampled_from(list(batch.request_ids)), unique=True))
+        del self.batches[batch.id]
         self._keep(self.driver.filter(batch, kept))
 
     def teardown(self) -> None:
