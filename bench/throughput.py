@@ -23,7 +23,7 @@ ARRIVAL_EVERY_S = 0.1
 ANSWER_LENS = ((4, 28), (16, 96))
 """The fewest and the most tokens that arrivals want: prompts dominate the one, answers the other."""
 NUM_ARRIVAL_ROUNDS = 2
-"""After one that does not count, as in all: transformers was up to 1.5 times as slow in its first."""
+"""They come after one that does not count: transformers was up to 1.5 times as slow in its first."""
 WORDS = ("sea", "wide", "small", "boat", "sails", "over", "an", "island", "where", "nobody", "lives", "but", "birds")
 
 
